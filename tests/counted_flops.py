@@ -6,10 +6,8 @@ is what a frozen parameter or the first layer's input saves. Sizes are read off 
 
 import math
 
-from jdp.models.configs.gpt import GPTConfig
-from jdp.models.configs.resnet import ResNetConfig
-from jdp.models.configs.vit import ViTConfig
-from jdp.models.sizes import parameter_shapes
+from jdp.models.configs import GPTConfig, ResNetConfig, ViTConfig
+from jdp.models.construction import parameter_shapes
 
 
 def flops_per_token(config: GPTConfig, length: int) -> float:

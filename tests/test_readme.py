@@ -78,7 +78,7 @@ def form(line):
 
 
 def test_its_picture_says_what_it_shows():
-    ((described, file),) = re.findall(r"!\[(.*?)\]\((.*?)\)", README)
+    ((described, file),) = re.findall(r"!\[(.*?)\]\((.*?\.svg)\)", README)
     drawn = (ROOT / file).read_text(encoding="utf-8")
     assert described == re.search("<title>(.*?)</title>", drawn)[1]
     assert "prefers-color-scheme: dark" in drawn

@@ -180,7 +180,11 @@ def main() -> None:
             )
     result = "; ".join(f"{name}: {found[name]['ratio']['median']:.2f}" for name in SHOWN if name in found)
     measures = "processor time of a step of gpt-nano under zero1 on 4 CPU devices, against the same step of others"
-    finish({"processor": processor(), "product_rates": rates, "contenders": found}, chosen.json, Row(measures, result, PROMISED))
+    finish(
+        {"processor": processor(), "product_rates": rates, "contenders": found},
+        chosen.json,
+        Row(measures, result, PROMISED),
+    )
 
 
 if __name__ == "__main__":

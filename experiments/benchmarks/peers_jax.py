@@ -180,7 +180,8 @@ def products() -> Callable[[], float]:
 
 def main() -> None:
     if sys.argv[1] == "products":
-        return serve(products())
+        serve(products())
+        return
     writer, strategy, devices = sys.argv[1], sys.argv[2], int(sys.argv[3])
     import jdp
 

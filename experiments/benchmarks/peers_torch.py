@@ -88,7 +88,8 @@ def products() -> float:
 def main() -> None:
     if sys.argv[1] == "products":
         torch.set_num_threads(1)
-        return serve(products)
+        serve(products)
+        return
     if os.environ.get("MEMORY") == "kept":
         sys.path.insert(0, str(Path(__file__).parents[2]))
         from jdp.base.cpu_allocator import keep_memory

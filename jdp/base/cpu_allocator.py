@@ -19,12 +19,11 @@ OFF = "JDP_FRESH_MEMORY"
 _KEPT = "memory is kept between steps, on huge pages: the process stays at the most that it used ({} turns it off)"
 
 # mallopt(3), from <malloc.h>: parameter -> value
-_ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -8, -4, -1, -2
 _SETTINGS = {
-    _ARENA_MAX: 1,  # arenas of other threads would be mapped and returned
-    _MMAP_MAX: 0,  # large blocks come from the heap too
-    _TRIM_THRESHOLD: -1,  # the heap never shrinks
-    _TOP_PAD: 64 * 2**20,  # the heap grows by this many bytes more than requested
+    -8: 1,  # M_ARENA_MAX: arenas of other threads would be mapped and returned
+    -4: 0,  # M_MMAP_MAX: large blocks come from the heap too
+    -1: -1,  # M_TRIM_THRESHOLD: the heap never shrinks
+    -2: 64 * 2**20,  # M_TOP_PAD: the heap grows by this many bytes more than requested
 }
 _MADV_HUGEPAGE = 14  # madvise(2), from <asm-generic/mman-common.h>
 _HUGE_PAGE = 2 * 2**20

@@ -92,12 +92,7 @@ class Cache:
     @staticmethod
     def key(*texts: str) -> str:
         """Return 64 hex digits, a hash of these texts in this order."""
-        digest = hashlib.sha256()
-        for text in texts:
-            encoded = text.encode()
-            digest.update(len(encoded).to_bytes(8, "little"))
-            digest.update(encoded)
-        return digest.hexdigest()
+        return hashlib.sha256(repr(texts).encode()).hexdigest()
 
     def load(self, name: str, read: Callable[[BinaryIO], T]) -> T | None:
         """Return `read(file)` of the entry; None if there is no entry, or it cannot be read."""
@@ -120,10 +115,9 @@ class Cache:
             self._prune()
         except OSError as error:
             why = f"{self.contents} are not kept for the next run: {self.folder} cannot be written ({error.strerror})"
-            if home := without_home(self.folder):  # the same for all contents
-                why = f"{home}; set JDP_CACHE_DIR to a folder that can be written"
+            home = without_home(self.folder)  # the same for all contents
             if self.contents:
-                notice(why)
+                notice(f"{home}; set JDP_CACHE_DIR to a folder that can be written" if home else why)
 
     def _prune(self) -> None:
         entries: list[tuple[float, int, Path]] = []

@@ -4,12 +4,14 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from jdp.base.notices import notice_anywhere
 
+_T = TypeVar("_T")
 _NVIDIA_PATHS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _MOST_RUN = 256  # devices: a program for more virtual devices is only compiled
@@ -60,9 +62,8 @@ def provide_threads() -> None:
     if jax_has_started():
         if jax.default_backend() == "cpu":
             notice_anywhere(
-                f'JAX has started {devices} CPU devices with too few threads, and may abort ("Expected {devices} '
-                'threads to join the rendezvous"): call jdp.initialize() before anything asks JAX for its devices, or '
-                f"set NPROC={2 * devices}"
+                f"JAX has started {devices} CPU devices with too few threads and may abort in a collective: call "
+                f"jdp.initialize() before anything asks JAX for its devices, or set NPROC={2 * devices}"
             )
         return
     if name is not None:
@@ -178,3 +179,16 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
     # The longest queue that the kernel allows: a connection to a full queue is retried a second later.
     return socket.create_server((host, port), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN)
+
+
+def portions(items: Iterable[_T], size: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
+    """Yield the items in order, in groups of at most `most` bytes together; a larger item is alone."""
+    group, held = list[_T](), 0
+    for item in items:
+        if group and held + size(item) > most:
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size(item)
+    if group:
+        yield group

@@ -94,6 +94,7 @@ def _length(text: str) -> str:
 
 DEEPEST = 16
 """Levels of tables and arrays that may be nested; an experiment has four."""
+_TOO_DEEP = f"is nested too deeply: tables and arrays may be nested {DEEPEST} levels deep; an experiment needs 4"
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def parse(text: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(text)
     except RecursionError:
-        raise UserError(_too_deep()) from None
+        raise UserError(_TOO_DEEP) from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"is not valid TOML: {cut(str(error), 200)}") from None
     except ValueError:  # Python's own: it reads no number of more than 4300 digits
@@ -116,7 +117,7 @@ def check(table: Mapping[str, Any]) -> None:
     while remaining:
         value, path = remaining.pop()
         if len(path) > DEEPEST:
-            raise UserError(_too_deep())
+            raise UserError(_TOO_DEEP)
         if isinstance(value, Mapping):
             remaining += [(inner, (*path, str(key))) for key, inner in cast("Mapping[Any, Any]", value).items()]
         elif isinstance(value, list | tuple):
@@ -124,7 +125,3 @@ def check(table: Mapping[str, Any]) -> None:
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             key = ".".join(shown_key(name) for name in path if name)
             raise UserError(f"has a whole number beyond 64 bits, which TOML does not allow: {key} = {brief(value)}")
-
-
-def _too_deep() -> str:
-    return f"is nested too deeply: tables and arrays may be nested {DEEPEST} levels deep; an experiment needs 4"

@@ -36,22 +36,26 @@ def user_path(given: str | os.PathLike[str]) -> Path:
     if not isinstance(given, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PathError(f'a path must be text or a pathlib.Path, given {described(given)}: write one, such as "runs"')
     text = os.fspath(given)
-    _check_text(text)
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError:
-        user = Path(text).parts[0]
+    if "\0" in text:
+        raise PathError(f"a path must have no NUL character, given {brief(text)}: remove it")
+    if address_of(text):
         raise PathError(
-            f"a path must begin with a user who has a home folder, given {brief(text)}: {user} has none; write the "
-            "folder, or ./ before a name that begins with ~"
-        ) from None
+            f"a path must be on a disk of this machine, given {brief(text)}: mount it (gcsfuse, mountpoint-s3, rclone) "
+            "or copy it, and give the folder (jdp/outside.md); checkpoints are copied to storage by train.mirror"
+        )
+    try:
+        text.encode()
+        path = Path(text).expanduser()
+    except UnicodeEncodeError:
+        raise PathError(f"a path must be text in UTF-8, given {text[:60]!r}: rename the file or folder") from None
+    except RuntimeError:
+        rule = f"a path must begin with a user who has a home folder, given {brief(text)}"
+        raise PathError(f"{rule}: {Path(text).parts[0]} has none; write the folder") from None
     try:
         path.lstat()
     except OSError as error:
         if error.errno not in _ABSENT:
-            raise PathError(
-                f"a path must be one that the system can look up, given {brief(text)}: {error.strerror}; fix it"
-            ) from None
+            raise PathError(f"a path must be accessible, given {brief(text)}: {error.strerror}; change it") from None
     return path
 
 
@@ -62,20 +66,6 @@ def check_regular(path: str | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
 
 
-def _check_text(text: str) -> None:
-    if "\0" in text:
-        raise PathError(f"a path must have no NUL character, given {brief(text)}: remove it")
-    if address_of(text):
-        raise PathError(
-            f"a path must be on a disk of this machine, given {brief(text)}: mount it (gcsfuse, mountpoint-s3, rclone) "
-            "or copy it, and give the folder (jdp/outside.md); checkpoints are copied to storage by train.mirror"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PathError(f"a path must be text in UTF-8, given {text[:60]!r}: rename the file or folder") from None
-
-
 def address_of(given: object) -> str | None:
     """Return an address with its kind in lower case, two slashes, and none at its end; None for a path.
 
@@ -84,9 +74,7 @@ def address_of(given: object) -> str | None:
     """
     if not isinstance(given, str | os.PathLike):
         return None
-    text = os.fspath(given)
-    if not isinstance(text, str):
-        return None
+    text = str(os.fspath(given))
     found, known = _SCHEME.match(text), _KNOWN.match(text)
     if found and (known or found[2] == "//" or not (text.startswith(_HUB) or os.path.lexists(f"{found[1]}:"))):
         return f"{found[1].lower()}://{text[found.end() :].strip('/')}"

@@ -27,16 +27,16 @@ from jdp.base.notices import warn
 from jdp.base.progress_file import note_progress
 from jdp.base.public import public
 from jdp.base.user_path import user_path
+from jdp.checkpoint import upkeep
 from jdp.checkpoint.errors import HOURS, CheckpointError, hush, on_first_process, write_error
-from jdp.checkpoint.format import arrays, checksums, content
+from jdp.checkpoint.format import checksums, content
 from jdp.checkpoint.format.content import Source
-from jdp.checkpoint.format.stored import DESCRIPTION, Stored, read_metrics
+from jdp.checkpoint.format.stored import ARRAYS, DESCRIPTION, Stored, open_writer, read_metrics
 from jdp.checkpoint.format.trees import Content, check_values, number_of, to_json
 from jdp.checkpoint.memory.copies import MemoryCopies, check_every
 from jdp.checkpoint.memory.host import RUN_ID
 from jdp.checkpoint.mirror import Mirror
-from jdp.checkpoint.upkeep import damage, ownership
-from jdp.checkpoint.upkeep.retention import Retention
+from jdp.checkpoint.upkeep import Retention
 from jdp.core.cluster.barrier import from_every_process, from_first_process
 from jdp.core.types import PyTree
 
@@ -103,15 +103,15 @@ class Checkpoints:
         check_every(keep_in_memory)
         self._retention = Retention(keep, keep_every, best, mode)
         self.directory = user_path(directory).absolute()
-        ownership.make_directory(self.directory)
+        upkeep.make_directory(self.directory)
         self._last: int | None = None  # the last saved or restored step
         self._last_arrays: list[weakref.ref[jax.Array]] = []  # of its state
         self._saving: Saving | None = None
         self._mirror = None if mirror is None else Mirror(mirror, self.directory, self._retention)
         self._memory = MemoryCopies(self.directory, keep_in_memory) if keep_in_memory else None
         self._background = ThreadPoolExecutor(1, "jdp checkpoint")
-        self._restore_logging = hush()  # Orbax' threads log their errors; here they are raised instead
-        self._arrays: ocp.AsyncCheckpointer | None = arrays.open_writer()  # None: closed
+        hush()  # Orbax' threads log their errors; here they are raised instead
+        self._arrays: ocp.AsyncCheckpointer | None = open_writer()  # None: closed
 
     @property
     def latest(self) -> int | None:
@@ -123,7 +123,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return all steps, committed by any process or being written by this one, oldest first."""
         saving = [] if self._saving is None else [self._saving.step]
-        return sorted({*ownership.committed_steps(self.directory), *saving})
+        return sorted({*upkeep.committed_steps(self.directory), *saving})
 
     @property
     def best(self) -> int | None:
@@ -187,8 +187,9 @@ class Checkpoints:
         leaves, table = content.arrays_and_table(state)
         description = {**table, "record": to_json(record or {}, "record"), "metrics": numbers}
         with self._save_errors(step):
-            on_first_process(self._mark)
-            self._arrays.save(self._staging(step) / arrays.FOLDER, args=ocp.args.PyTreeSave(leaves), force=True)
+            on_first_process(lambda: upkeep.mark(self.directory))
+            self._leave_memory()
+            self._arrays.save(self._staging(step) / ARRAYS, args=ocp.args.PyTreeSave(leaves), force=True)
         self._saving = Saving(step, self._background.submit(self._commit, self._arrays, step, description, name))
         self._last, self._last_arrays = step, state_arrays
 
@@ -271,7 +272,7 @@ class Checkpoints:
         """
         self.wait()
         chosen, (state, record) = self._read(step, lambda source: (content.read_state(source, target), source.record()))
-        is_stored = chosen in ownership.committed_steps(self.directory)
+        is_stored = chosen in upkeep.committed_steps(self.directory)
         self._last, self._last_arrays = chosen if is_stored else None, _references(Content.of(state).leaves)
         if self._memory is not None and is_stored:
             self._memory.restored(chosen)
@@ -334,11 +335,10 @@ class Checkpoints:
             self._background.shutdown()
             with suppress(OSError, ValueError):  # Orbax repeats the error of a save that failed
                 writer.close()
-            self._restore_logging()
             if self._mirror is not None:
                 self._mirror.close()
             if self._memory is not None:
-                self._memory.close(stored=max(ownership.committed_steps(self.directory), default=-1))
+                self._memory.close(stored=max(upkeep.committed_steps(self.directory), default=-1))
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -358,8 +358,7 @@ class Checkpoints:
             if found is not None:
                 return found
         if step is None and self.steps:
-            value, chosen, damaged = damage.read_newest(self.directory, read)
-            damage.set_aside(self.directory, damaged, chosen)
+            value, chosen = upkeep.read_newest(self.directory, read, aside=True)
         else:
             best = self.best if step == "best" else None
             folder, fix = self._retention.chosen(self.directory, self.steps, step, best)
@@ -368,18 +367,18 @@ class Checkpoints:
 
     def _metrics(self) -> dict[int, dict[str, float | None] | None]:
         """Return the metrics of all committed steps; only `best` needs them."""
-        steps = ownership.committed_steps(self.directory)
+        steps = upkeep.committed_steps(self.directory)
         return {step: read_metrics(self.directory / str(step)) if self._retention.best else {} for step in steps}
 
     # Writing.
 
     def _staging(self, step: int) -> Path:
         """Return the temporary folder for writing a step."""
-        return self.directory / f"{ownership.SAVING}{step}"
+        return self.directory / f"{upkeep.SAVING}{step}"
 
     def _check_newest(self, step: int) -> None:
         """Raise CheckpointError if this step or a later one exists."""
-        there = [other for other in ownership.committed_steps(self.directory) if other >= step]
+        there = [other for other in upkeep.committed_steps(self.directory) if other >= step]
         if not there and os.path.lexists(self.directory / str(step)):
             there = [step]
         listed = from_first_process("which checkpoints a save would replace", ", ".join(map(str, there)))
@@ -390,10 +389,6 @@ class Checkpoints:
                 f"checkpoints.go_back({step - 1}). For another run choose another directory."
             )
 
-    def _mark(self) -> None:
-        ownership.mark(self.directory)
-        self._leave_memory()
-
     def _leave_memory(self) -> None:
         """Discard an earlier run's copies in memory if this run keeps none: its history differs."""
         if self._memory is None:
@@ -401,8 +396,8 @@ class Checkpoints:
 
     def _set_aside(self, step: int) -> None:
         self._leave_memory()
-        if later := ownership.names_after(self.directory, step):
-            aside = ownership.set_aside(self.directory, later)
+        if later := upkeep.names_after(self.directory, step):
+            aside = upkeep.abandon(self.directory, later)
             warn(
                 f"{self.directory}: checkpoint{'s' * (len(later) > 1)} {', '.join(later)} set aside in "
                 f"{aside.name}; restore from that folder, or delete it"
@@ -446,7 +441,7 @@ class Checkpoints:
         """Delete checkpoints that the retention drops; one that the mirror is sending waits for a later save."""
         kept = self._retention.kept(metrics := self._metrics())
         for old in metrics.keys() - kept - {self._mirror and self._mirror.sending}:
-            ownership.delete(self.directory, old)
+            upkeep.delete(self.directory, old)
 
     @contextmanager
     def _save_errors(self, step: int) -> Generator[None]:
@@ -458,8 +453,8 @@ class Checkpoints:
             if not isinstance(error, OSError | ValueError):
                 raise
             if jax.process_index() == 0:
-                ownership.remove(self._staging(step))
-            complete = ", ".join(map(str, ownership.committed_steps(self.directory))) or "none"
+                upkeep.remove(self._staging(step))
+            complete = ", ".join(map(str, upkeep.committed_steps(self.directory))) or "none"
             what = f"Checkpoint {step} was not saved in {self.directory}"
             raise write_error(what, error, f" (earlier checkpoints are whole: {complete})") from error
 

@@ -1,4 +1,4 @@
-"""Errors of checkpoints in one sentence: the disk is full, the folder cannot be written, a file is damaged.
+"""Errors of checkpoints in one sentence: the disk is full, a file is damaged; and retries of temporary failures.
 
 Orbax and TensorStore raise long errors of many kinds (`OSError`, `ValueError`, plain `Exception`) and log each with a
 traceback. They become the cause of a `CheckpointError` that names the failure, the reason and the fix.
@@ -9,21 +9,30 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import random
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from jdp.base.errors import UserError
 from jdp.core.cluster.barrier import from_every_process
 
+_T = TypeVar("_T")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _ORBAX = f"{os.sep}orbax{os.sep}"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FIXES = {
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        " Free space there, keep fewer checkpoints, or choose another directory.",
+    ),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), " Choose a directory that this process may write to."),
+}
 _PASSING = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),
     *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.EREMOTEIO),
@@ -31,7 +40,6 @@ _PASSING = {
 """Error numbers of a full or temporarily failing disk, and of an unreachable network file system."""
 HOURS = 4 * 3600.0
 """How long processes wait for each other while they read or write, because shares of a checkpoint may be large."""
-_CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class CheckpointError(UserError):
@@ -58,13 +66,7 @@ def write_error(what: str, error: BaseException, note: str = "") -> CheckpointEr
     while isinstance(error, CheckpointError) and error.__cause__ is not None:
         error = error.__cause__
     number = _os_number(error)
-    fix = ""
-    if number in _FULL:
-        fix = " Free space there, keep fewer checkpoints, or choose another directory."
-    elif number in _CLOSED:
-        fix = " Choose a directory that this process may write to."
-    elif number is not None:
-        fix = " Choose another directory."
+    fix = "" if number is None else _FIXES.get(number, " Choose another directory.")
     return CheckpointError(f"{what}: {_reason(error)}{note}.{fix}")
 
 
@@ -98,7 +100,7 @@ def reading(what: str, fix: str) -> Generator[None]:
 
     MemoryError passes through.
     """
-    restore_logging = hush()
+    hush()
     try:
         yield
     except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
@@ -106,43 +108,37 @@ def reading(what: str, fix: str) -> Generator[None]:
     except Exception as error:
         problem = f"a file is damaged or missing: {_reason(error)}"
         raise DamagedError(f"{what} cannot be read; {problem}. {fix}.", problem) from error
-    finally:
-        restore_logging()
 
 
-def hush() -> Callable[[], None]:
-    """Stop Orbax from printing tracebacks of errors that reach the caller as exceptions; return an undo function.
+def hush() -> None:
+    """Stop Orbax from printing tracebacks of errors that reach the caller as exceptions.
 
     Orbax logs the errors in each of its threads. If one of several reads or writes fails, it drops the others, and
-    Python reports an "unraisable" exception for each. Only these reports are dropped permanently.
+    Python reports an "unraisable" exception for each.
     """
+    logging.getLogger("absl").addFilter(_is_not_orbax_error)
     if (hook := sys.unraisablehook) not in _hooks:
 
         def report(unraisable: Any) -> None:
-            if not _is_dropped_read(unraisable):
+            if not _is_dropped_by_orbax(unraisable):
                 hook(unraisable)
 
         _hooks.append(report)
         sys.unraisablehook = report
-    logger = logging.getLogger("absl")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR or _ORBAX not in record.pathname
-
-    logger.addFilter(keep)
-    return lambda: logger.removeFilter(keep)
 
 
 _hooks: list[Any] = []
 
 
-def _is_dropped_read(unraisable: Any) -> bool:
-    """Return True if the report is about a read or write that Orbax dropped."""
-    if isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed":
-        return True
+def _is_not_orbax_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or _ORBAX not in record.pathname
+
+
+def _is_dropped_by_orbax(unraisable: Any) -> bool:
     codes: list[Any] = [frame.f_code for frame, _ in traceback.walk_tb(unraisable.exc_traceback)]
     codes.append(getattr(unraisable.object, "cr_code", None))  # a coroutine that was never finished
-    return any(_ORBAX in code.co_filename for code in codes if code is not None)
+    is_orbax = any(_ORBAX in code.co_filename for code in codes if code is not None)
+    return is_orbax or str(unraisable.exc_value) == "Event loop is closed"
 
 
 def _reason(error: BaseException) -> str:
@@ -163,3 +159,45 @@ def _os_number(error: BaseException) -> int | None:
         return error.errno
     numbers = _OS_ERROR.findall(str(error))
     return int(numbers[-1]) if numbers else None
+
+
+# Retries for temporary failures: a full disk, or storage that is unreachable.
+
+PATIENCE_SECONDS = 240.0
+"""How long to retry: less than the five minutes of a step's deadline."""
+STOPPING_SECONDS = 10.0
+"""How long to retry in a process that was asked to stop: schedulers kill it after half a minute."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0
+_jitter = random.Random()  # processes that failed together retry at different times
+
+
+def retried(
+    action: Callable[[bool], _T],
+    *,
+    passes: Callable[[Exception], bool],
+    say: Callable[[str], None],
+    stops: Callable[[], bool] = lambda: False,
+) -> _T:
+    """Call `action`; retry after growing pauses while `passes` accepts its exception, then raise it.
+
+    `action` gets True on a retry. The first failure and the final success are reported. `stops` returns True once the
+    process was asked to stop.
+    """
+    began, tries = 0.0, 0
+    while True:
+        try:
+            result = action(tries > 0)
+        except Exception as error:
+            now = time.monotonic()
+            began = began if tries else now
+            pause = min(_FIRST_PAUSE * 2**tries, _LONGEST_PAUSE) * _jitter.uniform(0.5, 1.0)
+            if not passes(error) or now + pause - began > (STOPPING_SECONDS if stops() else PATIENCE_SECONDS):
+                raise
+            if not tries:
+                say(f"{str(error).removesuffix('.')}; retrying for {PATIENCE_SECONDS:.0f} s")
+            tries += 1
+        else:
+            if tries:
+                say(f"it succeeded after {time.monotonic() - began:.1f} s, at try {tries + 1}")
+            return result
+        time.sleep(pause)

@@ -17,13 +17,11 @@ import jax
 
 from jdp.base.notices import notice
 from jdp.base.user_path import bucket_address
-from jdp.checkpoint.errors import CheckpointError
+from jdp.checkpoint.errors import CheckpointError, retried
 from jdp.checkpoint.format import checksums
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.format.stored import DESCRIPTION, read_metrics
-from jdp.checkpoint.retrying import retried
-from jdp.checkpoint.upkeep.ownership import ABANDONED, DAMAGED, committed_steps, set_damaged_aside
-from jdp.checkpoint.upkeep.retention import Retention
+from jdp.checkpoint.upkeep import ABANDONED, DAMAGED, Retention, committed_steps, set_damaged_aside
 from jdp.core.cluster.barrier import from_first_process
 
 LOOK_SECONDS, LAST_SECONDS = 1.0, 600.0  # between looks at the directory; at most, for the last copies
@@ -142,7 +140,8 @@ class Mirror:
 
     def _remove(self, step: int, names: Iterable[str]) -> None:
         for some in filter(None, ({COMMITTED} & {*names}, {*names} - {COMMITTED})):
-            self._fs.rm(self._paths(step, some))
+            with contextlib.suppress(FileNotFoundError):  # an earlier try has removed them
+                self._fs.rm(self._paths(step, some))
 
     def _files(self) -> dict[int, dict[str, int]]:
         """Return the files of all copies: step -> name -> bytes, without names that lead out of their folder."""

@@ -15,14 +15,14 @@ import jax
 
 from jdp.base.public import public
 from jdp.base.user_path import user_path
+from jdp.checkpoint import upkeep
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
-from jdp.checkpoint.format import arrays, content
+from jdp.checkpoint.format import content
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.format.content import Source
-from jdp.checkpoint.format.stored import Stored, is_checkpoint
+from jdp.checkpoint.format.stored import ARRAYS, Stored, is_checkpoint
 from jdp.checkpoint.format.trees import Content, check_values
-from jdp.checkpoint.upkeep import damage, ownership
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
@@ -50,10 +50,8 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     step = int(state.consumed) if isinstance(state, TrainState) else 0
     path = path.resolve() if path.is_symlink() else path
     _check_free(path, overwrite)
-    staging, old = path.with_name(f".{path.name}.saving"), _old_path(path)
-    if old.is_symlink() or (old.exists() and not is_checkpoint(old)):
-        raise CheckpointError(f"{old} is reserved for the previous checkpoint, but is not a checkpoint. Move it away.")
-    on_first_process(lambda: _clear_staging(staging))
+    staging = path.with_name(f".{path.name}.saving")
+    on_first_process(lambda: _clear(staging, _old_path(path)))
     try:
         with Checkpoints(staging, keep=None) as checkpoints:
             checkpoints.save(state, step=step)
@@ -62,7 +60,7 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
         raise write_error(f"{path} was not saved", error) from error
     finally:
         if jax.process_index() == 0:
-            ownership.remove(staging)
+            upkeep.remove(staging)
 
 
 @public()
@@ -138,14 +136,16 @@ def _check_free(path: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{path} holds a checkpoint already. Choose another path, or pass overwrite=True.")
 
 
-def _clear_staging(staging: Path) -> None:
-    """Delete an earlier save's leftovers in the temporary folder."""
-    if staging.is_symlink() or (staging.exists() and any(staging.iterdir()) and not ownership.is_marked(staging)):
-        raise CheckpointError(
-            f"{staging} is jdp's temporary folder for a checkpoint, but jdp did not write it. Move it away, or choose "
-            "another path."
-        )
-    ownership.remove(staging)
+def _clear(staging: Path, old: Path) -> None:
+    """Delete an earlier save's leftovers in the temporary folder. Raises CheckpointError for a folder of the user's."""
+    for folder in (staging, old):
+        is_own = upkeep.is_marked(folder) or is_checkpoint(folder)
+        if folder.is_symlink() or (folder.exists() and any(folder.iterdir()) and not is_own):
+            raise CheckpointError(
+                f"{folder} is jdp's temporary folder for a checkpoint, but jdp did not write it. Move it away, or "
+                "choose another path."
+            )
+    upkeep.remove(staging)
 
 
 def _move(fresh: Path, path: Path) -> None:
@@ -172,15 +172,13 @@ def _read(path: str | Path, read: Callable[[Source], _T]) -> _T:
     path = user_path(path).absolute()
     if is_checkpoint(path):
         return read(Stored(path, "Restore another checkpoint"))
-    for directory in (path, path / damage.RUN_FOLDER):
-        if ownership.committed_steps(directory):
-            value, step, damaged = damage.read_newest(directory, read)
-            damage.report(directory, damaged, step)
-            return value
+    for directory in (path, path / upkeep.RUN_FOLDER):
+        if upkeep.committed_steps(directory):
+            return upkeep.read_newest(directory, read, aside=False)[0]
     problem = "is not a checkpoint and holds none"
     if not path.exists():
         problem = "does not exist"
-    elif (path / arrays.FOLDER).is_dir():
+    elif (path / ARRAYS).is_dir():
         problem = f"is a checkpoint without its {COMMITTED}, which was lost or never written"
     raise CheckpointError(
         f"{path} {problem}. Pass a checkpoint of jdp.save, a directory of jdp.Checkpoints, one of its steps' folders, "

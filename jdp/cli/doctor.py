@@ -92,9 +92,8 @@ class _Examination:
         """Examine this machine, then the processes together, and return the exit code."""
         from jdp.base.machine import choose_platform
         from jdp.core.cluster.barrier import from_first_process
-        from jdp.launch.doctor.disk import examine_cache, examine_disk
         from jdp.launch.doctor.findings import Finding
-        from jdp.launch.doctor.versions import examine_versions
+        from jdp.launch.doctor.machine import examine_cache, examine_disk, examine_versions
 
         self.findings += [*examine_versions(), *examine_disk(self.run_folder or self.options.run_dir), examine_cache()]
         choose_platform()
@@ -213,8 +212,8 @@ class _Examination:
 def _verified(folder: Path) -> "list[Finding]":
     """Check each checkpoint of a run against its checksums, and the room for the next."""
     from jdp.checkpoint import check
-    from jdp.launch.doctor.disk import examine_room
     from jdp.launch.doctor.findings import Finding
+    from jdp.launch.doctor.machine import examine_room
 
     checkpoints = check(folder)
     findings: list[Finding] = []

@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
 
         choose_platform()
         from jdp.cli.text_model import find_model
-        from jdp.models.sampling import Draw
+        from jdp.models.decode import Draw
 
         try:
             found = find_model(

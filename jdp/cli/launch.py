@@ -16,7 +16,7 @@ from jdp.cli.options import UsageError, parse, parse_with_overrides
 
 if TYPE_CHECKING:
     from jdp.experiment.schema.experiment import Experiment
-    from jdp.launch.process_environment import Nodes
+    from jdp.launch.processes import Nodes
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _launch(options: Options, command: list[str]) -> int:
 
 def _nodes(options: Options) -> "Nodes | None":
     """Return the machines of the run; None for this one alone."""
-    from jdp.launch.process_environment import Nodes
+    from jdp.launch.processes import Nodes
 
     given = {"--node-rank": options.node_rank, "--coordinator": options.coordinator}
     if options.nodes is not None and options.nodes < 1:

@@ -91,7 +91,7 @@ def run(arguments: list[str]) -> int:
         print(as_json.dumps(found[0] if len(found) == 1 else {"targets": found}, allow_nan=False), flush=True)
     with stdout_to_stderr(options.json):
         if options.html is not None:
-            from jdp.report.plan_page import plan_page
+            from jdp.report.pages import plan_page
 
             title = f"{options.file.stem} on {reports[0].target}"
             write_file(options.html, plan_page(reports[0], title=title, described=described[0]))

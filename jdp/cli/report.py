@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
     """Read the runs, compile their steps, write the page, and print where it is."""
     options = parse(Options, "report", arguments)
     with stdout_to_stderr(options.json):
-        from jdp.report.run_page import run_page
+        from jdp.report.pages import run_page
         from jdp.run.read_folder import read_run
 
         folders = _folders(options.runs, options.run_dir)

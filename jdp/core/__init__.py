@@ -10,8 +10,7 @@ init/           makes the state, sharded from the start
 sharding/       the mesh, the table of strategies, how one array is sharded
 gradients/      the one algorithm behind every strategy, with XLA's collectives (`auto`) or with its own (`manual`)
 update/         the end of a step: clip, update, finite guard; muon, weight averages, learning rates
-tracing/        reads and runs traced programs (jaxprs)
-random/         the same random numbers for a row of the batch on any mesh
+reading/        reads and runs traced programs (jaxprs)
 cluster/        joins a cluster of processes, whose programs are compared before the first step
 compiling/      XLA's options; compiled programs on disk
 flax_nnx/       the only code here that knows Flax NNX

@@ -30,25 +30,25 @@ def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         >>> train_step = jdp.make_train_step(contrastive, plan, partitioning="manual")
         >>> state, metrics = train_step(state, batch)
 
-    Needed for losses that compare examples with each other. Under partitioning="manual" a loss sees one device's rows:
-    the others are gathered (all_gather over the batch axes). Their gradient comes back by a reduce-scatter, so the sum
-    over devices is the gradient of the whole batch's loss. Elsewhere a loss sees the whole batch, and `x` is returned.
-    A loss that calls this is taken to mix examples on purpose. It is refused with several microbatches, each of
-    which would have other negatives.
+    Losses that compare examples with each other need it. Under partitioning="manual" a loss sees one device's rows, and
+    this gathers all rows (all_gather over the batch axes). Their gradient returns by a reduce-scatter, so the sum over
+    devices is the gradient of the whole batch's loss. Under "auto" a loss sees the whole batch, and `x` is returned.
+    A loss that calls this mixes examples on purpose. With several microbatches it is refused, because each microbatch
+    would have other negatives.
 
     Args:
-        x: [rows, ...], one for each row of the batch that the loss was called with, in order.
+        x: [rows, ...], for each row of the batch that the loss was called with, in order.
 
     Returns:
         ([all rows, ...], int32 [rows]: the place of each row of `x` among them).
 
     Raises:
-        ValueError: `x` is no array, or a scalar.
+        ValueError: `x` is not an array, or is a scalar.
     """
     if (seen := _SEEN.get()) is not None:
         seen.append(True)
     if not getattr(x, "shape", ()):
-        raise UserError(f"gather_rows takes an array of rows; given {described(x)}. Gather each array by itself.")
+        raise UserError(f"gather_rows takes an array of rows; given {described(x)}. Gather each array alone.")
     numbers = jnp.arange(x.shape[0], dtype=jnp.int32)
     if not (axes := manual_batch_axes()):
         return x, numbers

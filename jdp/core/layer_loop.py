@@ -7,15 +7,14 @@ It gathers one layer ahead and sums gradients one layer behind, so that no layer
     backward   W = gather(n - 1)    round k:  next = gather(k - 1);  d[k + 1] = reduce(dW)
                                               dW, dx = vjp(kept[k], W)(dx);  W = next
 
-With a `replica` axis round k also sums layer k + 2 over the replicas: a sum of its own, which waits for no other.
+With a `replica` axis round k also sums layer k + 2 over the replicas, which waits for no other collective of the round.
 
-What a round sends depends on nothing that it computes, so XLA's scheduler runs them together. A barrier ends each
-round: XLA would join or delay collectives of several. Nothing is sent past either end. Gathered weights are not stacked
-for the backward pass: zero3 gathers them again, and what is cast alone is cast again. Only under zero1 and zero2, which
-gather once a step, are they kept.
+A round's collectives do not depend on its computation, so XLA's scheduler runs both at once. A barrier ends each round:
+otherwise XLA would combine or delay collectives of several rounds. Gathered weights are not stacked for the backward
+pass: zero3 gathers them again, and casts are repeated. zero1 and zero2, which gather once a step, keep them.
 
-Rounds are compiled one by one, or as a loop of pairs. A pair's gathers take each other's memory; with one round XLA
-would copy a layer's weights and gradient in each.
+Rounds are compiled one by one, or as a loop over pairs of rounds. The two gathers of a pair reuse each other's memory;
+in a loop over single rounds XLA would copy a layer's weights and gradient in each round.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from jdp.core.sharding.placement import Placement
 Layer = Callable[..., Any]
 """(weights, others, carry, *outer) -> (carry, outputs)."""
 Stacks = dict[str, Any]
-"""By name what rounds return: arrays [layers, ...]; or where they are compiled one by one, number -> a round's."""
+"""Name -> results of the rounds: arrays [layers, ...]; if rounds are compiled one by one, number -> its results."""
 
 
 class _Residuals(NamedTuple):
-    """How the derivative of a layer is made again from what is kept: filled when the forward pass is traced.
+    """How a layer's derivative is rebuilt from its residuals: filled when the forward pass is traced.
 
     Attributes:
-        structure: of the derivative, a pytree whose leaves are arrays.
-        places: of each leaf, its number among weights, others and outer values, which are not kept; or None.
-        results: shapes of what a layer returns.
+        structure: of the derivative, a pytree of arrays.
+        places: for each leaf its index among weights, others and outer values, which are not kept; None for a residual.
+        results: the shapes of a layer's results.
     """
 
     structure: Any
@@ -60,8 +59,8 @@ class LayerLoop:
 
     Attributes:
         boundary: gathers weights and sums their gradients.
-        placements: of the weights, stacked.
-        policy: what the backward pass keeps, as of `jax.checkpoint`.
+        placements: of the stacked weights.
+        policy: what the backward pass keeps, as for `jax.checkpoint`.
         is_unrolled: True if layers are compiled one by one.
         count: the number of layers.
     """
@@ -78,12 +77,12 @@ class LayerLoop:
     _derivative: LayerDerivative | None = field(init=False, default=None)
 
     def __call__(self, layer: Layer, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Any]:
-        """Return what a scan returns: what the last layer carries, and the layers' outputs, stacked.
+        """Return, like a scan, the last layer's carry and the stacked outputs of all layers.
 
         Args:
-            layer: (gathered weights, others, carry) -> (carry, outputs). What it closes over is differentiated too.
-            weights: [layers, ...], gathered where they are used.
-            others: [layers, ...], arrays that are used as they are.
+            layer: (gathered weights, others, carry) -> (carry, outputs). Its closure is differentiated too.
+            weights: [layers, ...], gathered at use.
+            others: [layers, ...], arrays that are not gathered.
             carry: a pytree of arrays that enters the first layer.
         """
         self.is_unrolled |= self.count < 3
@@ -104,7 +103,7 @@ class LayerLoop:
         return carry, self._stacked(stacks["outputs"])
 
     def _saving(self, weights: list[Weight], others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any]:
-        """Return what `_plain` does, and what the backward pass takes."""
+        """Return the results of `_plain`, and the values for the backward pass."""
         checkpointed = jax.checkpoint(self._layer, policy=self.policy, prevent_cse=False)
         carry = self._like_later(carry, others, outer)
 
@@ -123,13 +122,13 @@ class LayerLoop:
         return (carry, self._stacked(stacks["outputs"])), (weights, others, outer, stacks["residuals"], gathered)
 
     def _like_later(self, carry: Any, others: list[Any], outer: list[Any]) -> Any:
-        """Return what enters the first layer as what enters later ones: told from others by identity, no constant."""
+        """Return the first layer's carry as later ones are: distinct from other operands, and not a constant."""
         beside = {id(x) for x in jax.tree.leaves((others, outer))}
         is_like = lambda x: isinstance(x, Tracer) and x.ndim > 0 and id(x) not in beside  # noqa: E731
         return jax.tree.map(lambda x: x if is_like(x) else jax.lax.optimization_barrier(x), carry)
 
     def _forward(self, call: Any, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
-        """Run `call`(gathered weights, others, carry) -> (carry, what is stacked) for all layers."""
+        """Run `call`(gathered weights, others, carry) -> (carry, results to stack) for all layers."""
 
         def round_(state: Any, k: Any) -> Any:
             carry, gathered = state
@@ -155,7 +154,7 @@ class LayerLoop:
             reduced = self._reduce(weights, k + 1, d_weights) if d_weights else []
             finished = self._finish(pending if twice else reduced)
             its_residuals = _at(residuals, k)
-            if self.is_unrolled:  # what is computed again is not merged with the first time
+            if self.is_unrolled:  # XLA does not merge recomputation with the forward pass
                 its_residuals, d_carry = jax.lax.optimization_barrier((its_residuals, d_carry))
             gathered = gathered or ([] if self._keeps else self._gather(weights, k, d_carry))
             args = (d_carry, _at(d_outputs, k)), gathered, _at(others, k), its_residuals, outer
@@ -191,11 +190,11 @@ class LayerLoop:
         residuals: list[Any],
         outer: list[Any],
     ) -> tuple[list[Any], list[Any], tuple[list[Any], list[Any]]]:
-        """Return the cotangents of a layer's weights, in the dtype in which they are summed; its carry; the rest."""
+        """Return the cotangents of a layer's weights in the dtype of their reduction, of its carry, and of the rest."""
         structure, places, results = self._residuals
         rest, at_hand = iter(residuals), jax.tree.leaves((gathered, others, outer))
         back = jax.tree.unflatten(structure, [next(rest) if place is None else at_hand[place] for place in places])
-        none = lambda shape: np.zeros(shape.shape, jax.dtypes.float0)  # noqa: E731 - of whole numbers
+        none = lambda shape: np.zeros(shape.shape, jax.dtypes.float0)  # noqa: E731 - the cotangent of integers
         cotangents = (_with_floats(*pair, none) for pair in zip(results, d_results, strict=True))
         d_weights, d_others, d_carry, *d_outer = back(tuple(cotangents))
         trained = zip(d_weights, self.placements, strict=True)
@@ -204,7 +203,7 @@ class LayerLoop:
         return d_weights, _floats(d_carry), (_floats(d_others), _floats(d_outer))
 
     def _gather(self, weights: list[Weight], k: Any, earlier: Any = ()) -> list[Any]:
-        """Gather a layer's weights, after `earlier` is there: XLA joins what may begin at once."""
+        """Gather a layer's weights after `earlier`: XLA would combine gathers that may start together."""
         values = [_at(weight.value, k) for weight in weights]
         if earlier:
             values, _ = jax.lax.optimization_barrier((values, earlier))
@@ -212,7 +211,7 @@ class LayerLoop:
         return [self.boundary.gathered(Weight(value), placement, 1) for value, placement in pairs]
 
     def _reduce(self, weights: list[Weight], k: Any, gradients: list[Any]) -> list[Any]:
-        """Sum the gradients of a layer's weights that are trained."""
+        """Sum the gradients of a layer's trained weights."""
         trained = [(w, p) for w, p in zip(weights, self.placements, strict=True) if w.slot is not None]
         layer = [Weight(None, earlier=_at(w.earlier, k), seed=_at(w.seed, k)) for w, _ in trained]
         return [
@@ -221,19 +220,16 @@ class LayerLoop:
         ]
 
     def _finish(self, gradients: list[Any]) -> list[Any]:
-        """Sum gradients that `_reduce` returned over the replicas."""
-        placements = (placement for placement in self.placements if placement.trained)
-        return [
-            self.boundary.finished(gradient, placement, 1)
-            for gradient, placement in zip(gradients, placements, strict=False)
-        ]
+        """Sum the results of `_reduce` over the replicas."""
+        trained = (placement for placement in self.placements if placement.trained)
+        return [self.boundary.finished(x, placement, 1) for x, placement in zip(gradients, trained, strict=False)]
 
     def _rounds(
         self, round_: Any, state: Any, order: Sequence[int], stacks: Stacks, peeled: int = 1
     ) -> tuple[Any, Stacks]:
         """Run `round_`(state, k) -> (state, name -> (layer, results)); return the last state and the stacks.
 
-        The first rounds, at least `peeled`, differ from others: they send less.
+        At least `peeled` rounds at the start differ from the others: they send less.
         """
 
         def one(k: Any, state: Any, stacks: Stacks) -> tuple[Any, Stacks]:
@@ -249,7 +245,8 @@ class LayerLoop:
             k = order[alone] + 2 * i * step
             return one(k + step, *one(k, *carried))
 
-        alone = self.count if self.is_unrolled else peeled + (self.count - 1 - peeled) % 2  # then pairs; and the last
+        # then pairs, then the last round
+        alone = self.count if self.is_unrolled else peeled + (self.count - 1 - peeled) % 2
         for k in order[:alone]:
             state, stacks = one(k, state, stacks)
         if self.is_unrolled:
@@ -275,10 +272,10 @@ class LayerLoop:
 
 
 def _closed(layer: Layer, weights: Any, others: Any, carry: Any) -> tuple[Layer, Any, list[Any]]:
-    """Return the layer with what it closes over as arguments; the carry in the dtypes that it returns; and those."""
+    """Return the layer with its closure as arguments, the carry in the dtypes that it returns, and the closure."""
     closed, shapes = jax.make_jaxpr(layer, return_shape=True)(weights, others, carry)
     if any(x.dtype != shape.dtype for x, shape in zip(jax.tree.leaves(carry), jax.tree.leaves(shapes[0]), strict=True)):
-        carry = jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), carry, shapes[0])  # of a weak type
+        carry = jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), carry, shapes[0])  # it had weak types
         closed, shapes = jax.make_jaxpr(layer, return_shape=True)(weights, others, carry)
     places = [i for i, x in enumerate(closed.consts) if isinstance(x, Tracer)]
 
@@ -295,7 +292,7 @@ def _is(k: Any, number: int) -> bool:
 
 
 def _at(stack: Any, k: Any) -> Any:
-    """Return one layer of a stack; None of None."""
+    """Return one layer of a stack."""
     if isinstance(stack, dict):
         return stack[k]
     if isinstance(k, int):
@@ -308,6 +305,6 @@ def _floats(tree: Any) -> list[Any]:
 
 
 def _with_floats(tree: Any, floats: Sequence[Any], other: Callable[[Any], Any] = lambda x: None) -> Any:
-    """Return a tree like `tree` with these in place of its floating-point arrays, and `other` of each other array."""
+    """Replace the floating-point arrays of a tree by `floats`, and every other array by `other` of it."""
     rest = iter(floats)
     return jax.tree.map(lambda x: next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else other(x), tree)

@@ -84,33 +84,33 @@ def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat =
 
             x = jdp.scan_layers(lambda layer, x: Block().apply({"params": layer}, x), params["layers"], x)
 
-    The loop of a linen model, `nn.scan` or Python's, is not seen: its weights are gathered at the start of the step.
-    Inside such a model the block is `Block(parent=None)`, and the layers' parameters are in `self.variables["params"]`.
+    jdp does not see the loop of a linen model (`nn.scan` or Python's), and gathers its weights at the start of the
+    step. Inside such a model write `Block(parent=None)`; the layers' parameters are in `self.variables["params"]`.
 
     Changes that a block makes in an NNX module (batch statistics, counters, random streams) are kept, as in a Python
-    loop: in the elements of a list, or in the stacked variables. Variables that the layers share or the block closes
-    over are carried from each layer to the next.
+    loop: in the elements of a list, or in the stacked variables. Variables that the layers share, and variables in the
+    block's closure, are carried from each layer to the next.
 
     Args:
         block: `block(layer, x)` -> x of the same structure, shapes and dtypes. It may close over anything but
             parameters.
-        stacked: a pytree (an NNX module, or a tuple of a module and per-layer keys) whose leaves all have shape
-            [layers, ...]: the loop is a `jax.lax.scan`. Where layers are many it is compiled once. Or a list
-            (`nnx.List`) of per-layer pytrees, for layers that differ. Leaves that are no arrays are passed on as they
-            are.
+        stacked: a pytree (an NNX module, or a tuple of a module and per-layer keys) whose arrays all have shape
+            [layers, ...]. The loop is a `jax.lax.scan`; many layers are compiled once. Or a list (`nnx.List`) of
+            per-layer pytrees, for layers that differ. Leaves that are not arrays are passed on unchanged.
         x: the activations that enter the first layer: a pytree of arrays.
-        remat: what the backward pass keeps; give it when activations do not fit into memory. None: every activation.
-            "dots": the results of matrix products without batch dimensions and of fused attention, so nothing of
-            [length, length]. "dots_except_mlp": of these only attention and its projections, which the block marks by
-            `jax.ad_checkpoint.checkpoint_name(x, "attention")`; jdp's models do. "full": each layer's input only. Or a
-            policy of `jax.checkpoint_policies`. Gathered weights are not kept, but with None their casts to fewer bits.
+        remat: the values that are kept for the backward pass; set it if activations do not fit into memory. None: all
+            activations. "dots": the results of matrix products without batch dimensions and of fused attention, so no
+            array of [length, length]. "dots_except_mlp": only those of attention and its projections, which the block
+            marks by `jax.ad_checkpoint.checkpoint_name(x, "attention")`, as jdp's models do. "full": each layer's
+            input. Or a policy of `jax.checkpoint_policies`. Gathered weights are not kept; None keeps their narrowing
+            casts.
 
     Returns:
         The activations that leave the last layer, like `x`.
 
     Raises:
         ValueError: a leaf of `stacked` has no leading dimension, or leaves have different numbers of layers. The block
-            returns activations of another form, or changes a module that is neither among the layers nor in its
+            returns activations of another structure, or changes a module that is neither among the layers nor in its
             closure. `remat` is unknown, or "dots_except_mlp" for a block without marks.
     """
     return looped(block, stacked, x, remat=remat)

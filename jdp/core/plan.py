@@ -1,10 +1,10 @@
-"""The plan: a mesh and a strategy, and from them how every leaf of a train state is sharded.
+"""The plan: a mesh and a strategy, which determine the sharding of every leaf of a train state.
 
 `Plan.placements` walks the state once:
 1. parameters get their compute spec (from `rules`, else from the model's own metadata) and their rest spec
    (`placement.rest_spec`);
-2. a leaf of the optimizer state that mirrors a parameter, or is derived from one, is sharded as that parameter is
-   (`optimizer_state.specs_for_leaf`); any other is placed by its own shape;
+2. a leaf of the optimizer state that mirrors a parameter, or is derived from one, is sharded like that parameter
+   (`optimizer_state.specs_for_leaf`); any other leaf is placed by its own shape;
 3. everything else (step, rng, model state) is replicated.
 """
 
@@ -25,7 +25,7 @@ from jdp.base.toml import described
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.words import Offload, StrategyName, is_integer
 from jdp.core.sharding.axes import DATA, REPLICA, factors
-from jdp.core.sharding.host_memory import check_offload, rest_sharding
+from jdp.core.sharding.host_memory import PINNED, check_offload
 from jdp.core.sharding.leaf_table import Placements
 from jdp.core.sharding.mesh import check_mesh
 from jdp.core.sharding.optimizer_state import specs_for_leaf
@@ -46,11 +46,13 @@ from jdp.core.types import PyTree
 
 MIN_SHARD_SIZE = 1024
 """Parameters with fewer elements (4 KiB of fp32) stay replicated: gathering them takes latency, not bandwidth."""
+_GATHERED = {"never": "–", "step": "gathered once a step", "use": "gathered at each use"}
+_WRITE = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1")'
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A mesh and a strategy: they determine how every leaf of a state is sharded. Immutable; `print(plan)` describes
+    """A mesh and a strategy, which determine the sharding of every leaf of a state. Immutable; `print(plan)` describes
     it.
 
         >>> plan = jdp.Plan(jdp.make_mesh(data=8), "zero1")
@@ -71,13 +73,13 @@ class Plan:
         min_shard_size: parameters with fewer elements than this stay replicated, because gathering them takes latency,
             not bandwidth. Lower it for a model of many small parameters that must not be replicated.
         offload: "optimizer" keeps the optimizer state in the hosts' pinned memory except during the update. Leaves of
-            fewer than `min_shard_size` elements stay on the devices. Take it when the
-            activations do not fit beside it under zero3 either. None: everything is on the devices.
+            fewer than `min_shard_size` elements stay on the devices. Use it when the activations do not fit beside it
+            even under zero3. None: everything is on the devices.
 
     Raises:
-        ValueError: `mesh` is no mesh, has no axis called `data`, or has an axis of another type than Auto. The strategy
-            or `offload` is unknown, or `offload` needs memory that the devices do not have. A rule is no pair of a
-            pattern and a spec, or names the replicas' axis or an unknown one. `min_shard_size` is no whole number.
+        ValueError: `mesh` is not a mesh, has no axis called `data`, or has an axis of another type than Auto. The
+            strategy or `offload` is unknown, or `offload` needs memory that the devices do not have. A rule is not a
+            pair of a pattern and a spec, or names `replica` or an unknown axis. `min_shard_size` is not a whole number.
     """
 
     mesh: Mesh
@@ -89,8 +91,7 @@ class Plan:
     @public()
     def __post_init__(self) -> None:
         if not isinstance(cast("object", self.mesh), Mesh):
-            fix = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
-            raise UserError(f"A plan's mesh is a jax.sharding.Mesh; given {described(self.mesh)}. {fix}")
+            raise UserError(f"A plan's mesh is a jax.sharding.Mesh; given {described(self.mesh)}. {_WRITE}.")
         strategy(self.strategy)
         if not is_integer(self.min_shard_size) or self.min_shard_size < 0:
             rule = "min_shard_size is a whole number of elements, 0 or more"
@@ -100,28 +101,27 @@ class Plan:
         check_offload(self.offload, self.mesh)
 
     def __repr__(self) -> str:
-        usual = {each.name: each.default for each in fields(self)}
-        names = ("rules", "min_shard_size", "offload")
-        own = {name: getattr(self, name) for name in names}
-        changed = "".join(f", {name}={value!r}" for name, value in own.items() if value != usual[name])
-        platform = self.mesh.devices.flat[0].platform
-        return f"Plan({factors(self.mesh.shape)} {platform} devices, {self.strategy!r}{changed})"
+        keywords = [(each.name, each.default, getattr(self, each.name)) for each in fields(self) if each.kw_only]
+        changed = "".join(f", {name}={value!r}" for name, default, value in keywords if value != default)
+        return f"Plan({self._devices}, {self.strategy!r}{changed})"
 
     def __str__(self) -> str:
-        gather = {"never": "everything replicated", "step": "gathered once a step", "use": "gathered at each use"}
-        platform = self.mesh.devices.flat[0].platform
+        gather = {**_GATHERED, "never": "everything replicated"}[self.row.gather]
         host = "" if self.offload is None else "; optimizer state in host memory"
-        return f"{self.strategy} on {factors(self.mesh.shape)} {platform} devices: {gather[self.row.gather]}{host}"
+        return f"{self.strategy} on {self._devices}: {gather}{host}"
+
+    @property
+    def _devices(self) -> str:
+        return f"{factors(self.mesh.shape)} {self.mesh.devices.flat[0].platform} devices"
 
     def _repr_html_(self) -> str:
         row, sharded = self.row, f"sharded over {DATA}"
         reduced = "at each microbatch" if row.reduce_each_microbatch else "once a step"
-        gather = {"never": "–", "step": "gathered once a step", "use": "gathered at each use"}
         rows = [
             ("what", "how"),
             ("parameters, optimizer state", sharded if row.shard_state else "replicated"),
             ("gradients", f"{'reduce-scattered' if row.shard_state else 'all-reduced'} {reduced}"),
-            ("working copy of the parameters", gather[row.gather]),
+            ("working copy of the parameters", _GATHERED[row.gather]),
             ("rows of a batch", f"split into {self.batch_shards}"),
             *((f"rule for {pattern}", str(spec)) for pattern, spec in self.rules),
         ]
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def batch_shards(self) -> int:
-        """Number of shards of a batch: the sizes of `replica` and `data` multiplied."""
+        """Number of shards of a batch: the product of the sizes of `replica` and `data`."""
         return shards(PartitionSpec(self.batch_axes), dict(self.mesh.shape))
 
     @property
@@ -163,7 +163,7 @@ class Plan:
         Args:
             placement: the leaf's.
         """
-        return rest_sharding(self.mesh, placement)
+        return NamedSharding(self.mesh, placement.rest, memory_kind=PINNED if placement.on_host else None)
 
     def on(self, mesh: Mesh) -> Plan:
         """Return this plan for another mesh.
@@ -200,9 +200,8 @@ class Plan:
         """
         for pattern, _ in self.rules:
             if not any(matches(path, [pattern]) for path in paths):
-                raise UserError(
-                    f"Every rule must match a parameter; {pattern!r} matches none of {listed(paths, 5)}. Fix it."
-                )
+                rule = "Every rule must match a parameter"
+                raise UserError(f"{rule}; {pattern!r} matches none of {listed(paths, 5)}. Correct it.")
 
     def tree_placements(
         self,
@@ -213,7 +212,7 @@ class Plan:
         """Return a tree like `tree` with a `Placement` for each leaf; rules need not match.
 
         Args:
-            tree: parameters, or with `of` what belongs to them; real or abstract.
+            tree: parameters, or with `of` a tree that belongs to them; real or abstract.
             specs: (path, spec) for the parameters that the model's own metadata shards.
             of: path -> placement of the parameters that the tree belongs to.
         """
@@ -246,7 +245,7 @@ class Plan:
         return jax.tree.map_with_path(place, state)
 
     def placements(self, state: TrainState) -> Placements:
-        """Return how every leaf of a state is sharded, and why: path, shape, dtype, specs, bytes per device, reason.
+        """Return the sharding of every leaf of a state: path, shape, dtype, specs, bytes per device, reason.
 
         Args:
             state: a train state, real or abstract.
@@ -270,9 +269,8 @@ class Plan:
         names = {axis for _, spec in specs for entry in spec for axis in axes_of(entry)}
         if dropped := sorted(names - known):
             notice(
-                f"the model's sharding metadata names {', '.join(map(repr, dropped))}, no axes of the mesh "
-                f"({', '.join(self.mesh.shape)}) that parameters are sharded over: dropped there; Plan(rules=...) goes "
-                "before metadata"
+                f"the model's sharding metadata names {', '.join(map(repr, dropped))}, but parameters are sharded over "
+                f"{', '.join(sorted(known))} only: these names are ignored. Plan(rules=...) overrides metadata"
             )
         return {path: PartitionSpec(*(keep_axes(known, entry) for entry in spec)) for path, spec in specs}
 
@@ -303,18 +301,17 @@ class Plan:
 
 
 def check_plan(plan: object, call: str, *others: object) -> None:
-    """Check that a plan is one: the name of a strategy, a mesh, or another argument is often given in its place.
+    """Check the type of a plan, because users often pass a strategy, a mesh or another argument in its place.
 
     Args:
         plan: the argument.
-        call: how the function is called.
+        call: the function's call in the right order, for the error.
         others: its other arguments.
 
     Raises:
-        ValueError: it is no plan.
+        ValueError: `plan` is not a plan.
     """
     if not isinstance(plan, Plan):
-        fix = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
-        if any(isinstance(other, Plan) for other in others):
-            fix = f"Write the arguments in this order: {call}."
-        raise UserError(f"A plan is a jdp.Plan, of a mesh and a strategy; given {described(plan)}. {fix}")
+        is_exchanged = any(isinstance(other, Plan) for other in others)
+        fix = f"Write the arguments in this order: {call}" if is_exchanged else _WRITE
+        raise UserError(f"A plan is a jdp.Plan, of a mesh and a strategy; given {described(plan)}. {fix}.")

@@ -1,4 +1,4 @@
-"""The dtypes of the master weights, of the model's computation, and of the gradients when reduced."""
+"""The dtypes of the master weights, of the model's computation, and of the gradients while they are reduced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Precision:
 
     Attributes:
         params: dtype of the master weights, and so of the optimizer state. `init` must return parameters of this dtype.
-            "bf16" halves their memory, at the price of updates that round away.
+            "bf16" halves their memory, but small updates are rounded away.
         compute: dtype of the working copy of the weights, which is gathered and which the model multiplies with.
             Batches are not cast; the loss and its weight are always summed in float32. "bf16" is usual on GPUs and
             TPUs.
@@ -47,17 +47,16 @@ class Precision:
     def __post_init__(self) -> None:
         for field in ("params", "compute", "reduce"):
             if getattr(self, field) not in DTYPES:
-                raise UserError(
-                    f"Precision.{field} is one of {', '.join(DTYPES)}; given {getattr(self, field)!r}. Name one."
-                )
+                given = getattr(self, field)
+                raise UserError(f"Precision.{field} is one of {', '.join(DTYPES)}; given {given!r}. Name one.")
 
     @staticmethod
     def of(precision: PrecisionName | Precision) -> Precision:
-        """Return the `Precision` that a short name stands for.
+        """Return the `Precision` with a short name.
 
         Args:
             precision: "fp32"; "bf16" (fp32 master weights, bf16 compute and gathers, fp32 reduction); or a `Precision`,
-                which is returned as it is.
+                which is returned unchanged.
 
         Raises:
             ValueError: it is neither.
@@ -80,12 +79,10 @@ class Precision:
         for path, leaf in jax.tree.leaves_with_path(params):
             if leaf.dtype != DTYPES[self.params]:
                 fix = "or pass precision=jdp.Precision(params=..., compute=..., reduce=...)"
-                if leaf.dtype == jnp.float64:  # the default dtype where 64 bits are on
+                if leaf.dtype == jnp.float64:  # the default dtype if 64 bits are enabled
                     fix = "or unset JAX_ENABLE_X64 (in jax.config: jax_enable_x64)"
-                raise UserError(
-                    f"Precision.params is {self.params}, but {path_of(path)} rests in {leaf.dtype}. Initialise it in "
-                    f"{self.params}, {fix}."
-                )
+                given = f"Precision.params is {self.params}, but {path_of(path)} is {leaf.dtype}"
+                raise UserError(f"{given}. Initialise it in {self.params}, {fix}.")
 
     def working_shapes(self, params: PyTree) -> PyTree:
         """Return the working copy as `jax.ShapeDtypeStruct`: floating-point leaves in `compute`, others unchanged.

@@ -1,4 +1,4 @@
-"""What the backward pass of a layer keeps, and what it computes again: policies of `jax.checkpoint`."""
+"""Policies of `jax.checkpoint`: the values that the backward pass of a layer keeps, or computes again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jdp.core.reading.jaxprs import ELEMENTWISE, REDUCTIONS, every_eqn
 Remat = Rematerialise | Callable[..., bool] | None
 
 ATTENTION = "attention"
-"""The mark (`jax.ad_checkpoint.checkpoint_name`) of what attention and its projections take and return, of the
+"""The mark (`jax.ad_checkpoint.checkpoint_name`) of the operands and results of attention and its projections, of the
 statistics of its softmax, and of the sum that its output enters."""
 EXCEPT_MLP = "dots_except_mlp"
 STATISTICS = "statistics"
-"""The name of a norm's statistics: one number a row or two."""
+"""The name of a norm's statistics: one or two numbers a row."""
 _FUSED = "dot_product_attention_fwd_wrapper"  # cuDNN's attention in jax: its output, and the statistics of its softmax
 _GATHERS = {"all_gather", "sharding_constraint", "optimization_barrier"}
 _SHAPE_ONLY = {"reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "concatenate"}
@@ -37,13 +37,13 @@ def remat_policy(remat: Remat) -> Callable[..., bool]:
         names = ", ".join(f'"{name}"' for name in policies if name)
         raise UserError(f"remat is None, {names} or a checkpoint policy; given {remat!r}. Name one.")
     policy = remat if callable(remat) else policies[remat]
-    if remat is None:  # which leaves gathered weights out itself
+    if remat is None:  # it excludes gathered weights itself
         return policy
     return lambda prim, *args, **params: prim.name not in _GATHERS and bool(policy(prim, *args, **params))
 
 
 def _save_activations(prim: Any, *operands: Any, **params: Any) -> bool:
-    """Keep what the block computed, but neither a gathered weight nor a reshaped or widened copy of one.
+    """Keep the block's results, but neither gathered weights nor reshaped or widened copies of them.
 
     A narrowing cast is kept: the backward pass needs its result, and its operand is twice as large.
     """
@@ -55,7 +55,8 @@ def _save_activations(prim: Any, *operands: Any, **params: Any) -> bool:
 def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
     """Keep the products with weights, and the results of attention, from which its backward pass starts.
 
-    Products with batch dimensions are attention's own, [length, length] a head: cheaper to compute again than to read.
+    Products with batch dimensions are attention's own, [length, length] a head: computing them again is cheaper than
+    reading them.
     """
     if prim.name == "dot_general":
         _, batch = params["dimension_numbers"]
@@ -64,9 +65,9 @@ def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
 
 
 def keep_costly(prim: Any, *_: Any, **params: Any) -> bool:
-    """Keep all of a loss but gathered weights, and what costs little to compute again.
+    """Keep everything except gathered weights and values that cost little to compute again.
 
-    So convolutions, fused attention, anyone's kernels, collectives and embeddings' rows are computed once.
+    So convolutions, fused attention, custom kernels, collectives and embeddings' rows are computed once.
     """
     if prim.name == "dot_general":
         return _save_products(prim, **params)
@@ -74,7 +75,7 @@ def keep_costly(prim: Any, *_: Any, **params: Any) -> bool:
 
 
 def _save_attention(prim: Any, *_: Any, **params: Any) -> bool:
-    """Keep what is marked, and cuDNN's attention, which is marked inside of jax nowhere."""
+    """Keep marked values, and cuDNN's attention, which jax does not mark."""
     return prim.name == _FUSED or _is_marked(prim, params, ATTENTION, STATISTICS)
 
 
@@ -83,10 +84,10 @@ def _is_marked(prim: Any, params: Mapping[str, Any], *names: str) -> bool:
 
 
 def check_marks(program: Any, remat: Remat) -> None:
-    """Raise ValueError if a block, traced, has no mark by which its policy keeps something."""
+    """Refuse a traced block without a mark, of which the policy would keep nothing."""
     if not any(_is_marked(eqn.primitive, eqn.params, ATTENTION) for eqn in every_eqn(program.jaxpr)):
         raise UserError(
-            f'remat = "{EXCEPT_MLP}" keeps what the block marks by jax.ad_checkpoint.checkpoint_name(x, '
-            f'"{ATTENTION}"); given a block without a mark. Mark what its attention and the projections around it '
-            'return, or give "dots" or "full".'
+            f'remat = "{EXCEPT_MLP}" keeps values that the block marks by jax.ad_checkpoint.checkpoint_name(x, '
+            f'"{ATTENTION}"); given a block without a mark. Mark the results of attention and its projections, or give '
+            '"dots" or "full".'
         )

@@ -1,4 +1,4 @@
-"""The train state: everything a step changes, in one pytree."""
+"""The train state: everything that a step changes, in one pytree."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jdp.core.types import Model, PyTree
 
 @dataclass(frozen=True)
 class Static:
-    """The part of a state that is no array, fixed when the state is made: part of the tree's structure, not a leaf.
+    """The part of a state that is not an array: it is fixed when the state is made, and part of the tree's structure.
 
     Attributes:
-        tx: the optimizer; therefore a step takes only a state and a batch.
-        adapter: makes the argument of the loss function of `params` and `model_state` (a `flax_nnx.Adapter` for an NNX
+        tx: the optimizer, so a step takes only a state and a batch.
+        adapter: makes the loss function's model from `params` and `model_state` (a `flax_nnx.Adapter` for an NNX
             module); None if the loss function takes the parameters themselves.
         specs: (path, PartitionSpec) for the parameters that the model's own metadata shards; rules override them.
         trained: for each leaf of the parameters, in order, whether it is trained; None if all are.
@@ -35,7 +35,7 @@ class Static:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState(Generic[Model]):
-    """Everything a step changes, as a pytree of global arrays. Immutable: a step returns a new one.
+    """Everything that a step changes, as a pytree of global arrays. Immutable: a step returns a new state.
 
         >>> int(state.step), int(state.consumed)
         (0, 0)
@@ -54,7 +54,7 @@ class TrainState(Generic[Model]):
             there are none.
         rng: scalar typed PRNG key from which every step's randomness is derived; it never changes.
         skipped: int32 scalar: steps that changed nothing because a gradient or a part of the new state was not finite.
-        static: the optimizer and everything else that is no array; see `Static`.
+        static: the optimizer and everything else that is not an array; see `Static`.
     """
 
     step: jax.Array
@@ -70,7 +70,8 @@ class TrainState(Generic[Model]):
 
     @property
     def consumed(self) -> jax.Array:
-        """int32 scalar, `step + skipped`: batches consumed so far. The data continues there; it names a checkpoint."""
+        """int32 scalar, `step + skipped`: batches consumed so far. The data continues there, and checkpoints have this
+        number."""
         return self.step + self.skipped
 
     @property
@@ -84,10 +85,10 @@ class TrainState(Generic[Model]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Models:
-    """What a loss is called with, beside a batch: of a train state, or of the models of a gradient.
+    """The arguments of a loss beside its batch, for the models of a gradient.
 
     Attributes:
-        params, model_state, rng, static: as in `TrainState`; there may be several models, in tuples.
+        params, model_state, rng, static: as in `TrainState`; several models are in tuples.
     """
 
     params: PyTree
@@ -97,7 +98,7 @@ class Models:
 
 
 AnyState = TrainState[Any] | Models
-"""What has parameters, model state, a key and a `Static`."""
+"""A state with parameters, model state, a key and a `Static`."""
 
 
 def trained_part(tree: PyTree, trained: Sequence[bool] | None) -> PyTree:

@@ -33,8 +33,7 @@ from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.state import TrainState
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, Metrics, Model
-from jdp.core.update.guarded import guarded_update
-from jdp.core.update.offloaded import at_rest, fetched
+from jdp.core.update.guarded import at_rest, fetched, guarded_update
 
 Kind = TypeVar("Kind")
 _CHANGEABLE = ("accumulate", "check_loss", "compiler")

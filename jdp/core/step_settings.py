@@ -1,4 +1,4 @@
-"""The settings of a step, checked before anything is traced: what each may be, and which of them go together."""
+"""The settings of a step, checked before anything is traced: their values, and their combinations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ class StepSettings:
 
     Attributes:
         precision: dtypes of weights, computation and reduction.
-        requested: the partitioning that was asked for, "manual" with `wire`; None leaves the choice to jdp.
+        requested: the requested partitioning, "manual" with `wire`; None leaves the choice to jdp.
         accumulate: number of microbatches, K.
         train: True if the loss is differentiated, False if it is evaluated.
-        wire: how gradients are encoded while they are sent; None: not.
+        wire: the encoding of gradients while they are sent; None: none.
         check_loss: True if the loss is tried on a few rows before the first step.
         clip_norm: largest global L2 norm of the gradient; None for no clipping.
         donate: True if the new state takes the old one's memory.
         compiler: options of XLA's compiler, not yet resolved for the mesh's devices.
 
     Raises:
-        ValueError: a value is out of range, or does not go with another.
+        ValueError: a value is out of range, or excludes another.
     """
 
     precision: Precision = FP32
@@ -55,30 +55,21 @@ class StepSettings:
             raise UserError(f"donate is True, or False to keep the old state; given {self.donate!r}. Give a bool.")
         if self.wire is None:
             return
-        encodings = get_args(Encoding)
-        if self.wire not in encodings:
-            is_text = isinstance(self.wire, str)  # pyright: ignore[reportUnnecessaryIsInstance]
-            hint = (nearest(self.wire, encodings) if is_text else None) or ". Give one of these."
+        if self.wire not in (encodings := get_args(Encoding)):
+            hint = nearest(str(self.wire), encodings) or ". Give one of these."
             raise UserError(f"wire is one of {', '.join(encodings)}, or None; given {self.wire!r}{hint}")
         if self.requested == "auto":
-            raise UserError(
-                'wire takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where '
-                "XLA does: leave partitioning out."
-            )
+            raise UserError('wire needs partitioning="manual"; given partitioning="auto": leave partitioning out.')
         object.__setattr__(self, "requested", "manual")
 
 
 def checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
-    """Return the numbers of the differentiated models. Raises ValueError."""
+    """Return the numbers of the differentiated models."""
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
-        raise UserError(
-            f"argnums is the number of a model, counted from 0, or several different ones; given {argnums!r}. Write 0, "
-            "or (0, 1)."
-        )
+        rule = "argnums is the number of a model, from 0, or several different numbers"
+        raise UserError(f"{rule}; given {argnums!r}. Write 0, or (0, 1).")
     if wrt is not None and len(numbers) > 1:
-        raise UserError(
-            f"wrt selects parameters of one model; given argnums={numbers}. Make a gradient for each model, or split "
-            "the parameters into a model that is trained and one that is read."
-        )
+        fix = "Make a gradient for each model, or pass frozen parameters as another model"
+        raise UserError(f"wrt selects parameters of one model; given argnums={numbers}. {fix}.")
     return numbers

@@ -10,9 +10,9 @@ from jdp.base.errors import UserError
 
 PyTree = Any
 Device = Any
-"""A `jax.Device`, real or a description of one that this machine does not have; jaxlib ships no types for it."""
+"""A `jax.Device`, real or described; jaxlib ships no types for it."""
 Batch = PyTree
-"""A pytree of arrays whose leading dimension is the example; global arrays inside a step."""
+"""A pytree of arrays whose leading dimension is the rows (examples); global arrays inside a step."""
 Metrics = dict[str, jax.Array]
 Model = TypeVar("Model", covariant=True)
 """The result of `init`: an `nnx.Module`, or a pytree of parameters."""
@@ -32,24 +32,24 @@ class Loss:
         >>> sorted(metrics)
         ['grad_norm', 'loss', 'mae', 'skipped', 'weight']
 
-    A step minimises Σtotal / Σweight over all devices and all microbatches; its gradient is Σ∇total / Σweight.
-    Therefore padding, uneven last batches, the number of microbatches and the number of devices never change the
-    objective. An average of averages would.
+    A step minimises Σtotal / Σweight over all devices and all microbatches; its gradient is Σ∇total / Σweight. So
+    padding, uneven last batches, and the numbers of microbatches and devices do not change the objective, as they would
+    change an average of averages.
 
-    Returning a `Loss` declares that `total` and `weight` are sums over rows: a row's term depends on that row only. So
-    each device may call the loss on its own rows, sum gradients locally and send once (`partitioning="manual"`). The
-    declaration is tried before the first step (`check_loss`).
+    A `Loss` declares that `total` and `weight` are sums over rows, and that the term of a row depends on that row only.
+    So each device may call the loss on its own rows, sum gradients locally and send them once
+    (`partitioning="manual"`). jdp tests this before the first step (`check_loss`).
 
     Args:
         total: scalar, any floating-point dtype: the loss summed (not averaged) over the examples of the given batch.
         weight: scalar, any dtype: the sum of the examples' weights (tokens that count, rows that are not padding). No
             gradient flows through it. If it sums to 0 over the whole step, the step is skipped: its `weight` metric is
             0 and its `loss` is NaN.
-        metrics: reported beside the loss: name -> scalar or array of any shape, summed over examples (a confusion
-            matrix, an image). It is reported divided by `weight`. Give a pair (total, weight) for a metric with its own
-            weight, such as {"accuracy": (correct.sum(), rows)}. That weight is a scalar or has the total's shape. The
-            shape must not depend on the number of rows; every element is all-reduced once a step. The names loss,
-            weight, grad_norm and skipped are taken.
+        metrics: name -> a sum over examples, reported with the loss and divided by `weight`. It is a scalar, or an
+            array (a confusion matrix, an image) whose shape does not depend on the number of rows. Each element is
+            all-reduced once a step. A metric with its own weight is a pair (total, weight), such as {"accuracy":
+            (correct.sum(), rows)}; this weight is a scalar or has the total's shape. The names loss, weight, grad_norm
+            and skipped are taken.
     """
 
     total: jax.Array
@@ -58,10 +58,10 @@ class Loss:
 
 
 LossFn = Callable[[Any, Batch, Any], Any]
-"""`loss_fn(model_or_params, batch, rng)` -> `Loss`, or a scalar, the loss of all rows that it sees."""
+"""`loss_fn(model_or_params, batch, rng)` -> `Loss`, or a scalar: the loss of all rows in `batch`."""
 InitFn = Callable[[jax.Array], Model]
 """`init(rng)` -> an `nnx.Module`, or any pytree of parameters."""
 
 
 class PartsError(UserError):
-    """A loss cannot be called on parts of the batch. The message is a clause: what stands in the way, the remedy."""
+    """A loss cannot be called on parts of the batch. The message is a clause: the reason and the remedy."""

@@ -1,8 +1,8 @@
 """The gradient of a loss by a plan, for a training loop of the user's own: `jdp.value_and_grad`.
 
-It is the part of a training step above which users differ: several models and optimizers, a frozen teacher, gradients
-that are changed before the update. Each call joins its models into one tree of parameters, of which those that are not
-differentiated count as frozen; from there on everything is as in a step (`PartitionedLoss`).
+Such loops have several models and optimizers, a frozen teacher, or gradients that change before the update. Each call
+joins its models into one tree of parameters, and freezes the models that are not differentiated. Everything else is as
+in a step (`PartitionedLoss`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Generic, TypeVarTuple
+from typing import Any, Generic, TypeVarTuple, cast
 
 import jax
-import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,11 +27,9 @@ from jdp.core import flax_nnx
 from jdp.core.batch import check_operands, owned_batch, signature
 from jdp.core.gradients.loss_call import LossWithAux, check_loss_takes
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
-from jdp.core.init.trainable import resolve
-from jdp.core.init.trees import check_tree, refuse_offload
+from jdp.core.init.trees import check_tree, refuse_offload, resolve, typed_key
 from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
-from jdp.core.random.user_keys import typed_key
 from jdp.core.sharding.mesh import followed
 from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.state import AnyState, Models, Static, TrainState, trained_part
@@ -69,9 +66,9 @@ def value_and_grad(
         >>> sorted(step(model, optimizer, batch, jax.random.key(1)))
         ['loss', 'weight']
 
-    It is called beside other such gradients, in a `jax.lax.scan`, or under `jax.jit` or `nnx.jit`. Called outside of
-    `jit` it compiles its own computation, and several processes are compared as before a training step. Inside a jitted
-    function a loss is tried on drawn values; `check` tries it on real ones.
+    Call it under `jax.jit` or `nnx.jit`, in a `jax.lax.scan`, or beside other such gradients. Outside of `jit` it
+    compiles its own computation, and several processes are compared as before a training step. Inside a jitted function
+    a loss is tried on drawn values; `check` tries it on real values.
     Gradients have the rest shardings of the parameters, and so has the result of an optimizer's update. XLA may leave
     an updated model gathered if the same function uses it in other ways: return `jdp.place(model, plan)`.
 
@@ -79,21 +76,18 @@ def value_and_grad(
         loss_fn: `loss_fn(*models, batch, rng)` -> `Loss`, or a scalar, the loss of all rows. A model is an
             `nnx.Module`, or any pytree of arrays, sharded by `jdp.init` or `jdp.place`. The loss gets it in the compute
             dtype, gathered as the strategy says. Modules keep their mode (`train()`, `eval()`), and draw from `rng`,
-            not from streams of their own.
+            not from their own streams.
         plan: the mesh and the strategy, of all models.
-        argnums: which of the models are differentiated: several of them when one loss trains several. The others are
-            only read, and sharded alike at rest.
+        argnums: the numbers of the models that are differentiated; give several when one loss trains several models.
+            The other models are only read, and sharded alike at rest.
         has_aux: True when you need arrays beside the loss, such as logits. The loss returns a pair (loss, aux), aux a
             pytree of arrays, and the gradient `((metrics, aux), gradients)`. An array whose first dimension is the rows
-            comes back for all rows, in the order of the batch, sharded over them. If the loss is called once, on all
-            rows, any array is returned; so it is called if an array has no rows and accumulate=1. A sum over rows
-            belongs into `Loss.metrics`.
-        wrt: which parameters of the differentiated model are trained, as for `jdp.init_state`; None: all. Give it to
-            train a part: path patterns ("head/*"), or for a module a filter of nnx. It takes one differentiated model.
-        accumulate, precision, partitioning, check_loss: as for `jdp.make_train_step`,
-            and needed when it needs them.
-        wire: as for `jdp.make_train_step`. Rounding is drawn from `rng`, so it is right on average if each call gets
-            another key.
+            comes back for all rows, in the order of the batch, sharded over them. If an array has no rows, the loss is
+            called once, on all rows, which needs accumulate=1. Return sums over rows in `Loss.metrics`.
+        wrt: the parameters of the differentiated model that are trained, as for `jdp.init_state`; None: all. Give path
+            patterns ("head/*"), or for a module a filter of nnx, to train a part. It needs one differentiated model.
+        accumulate, precision, partitioning, check_loss: as for `jdp.make_train_step`.
+        wire: as for `jdp.make_train_step`. Rounding is drawn from `rng`, and unbiased if each call gets another key.
 
     Returns:
         A `ValueAndGrad`. Metrics are global float32: `loss` (Σtotal / Σweight), `weight` and the loss function's own.
@@ -110,7 +104,6 @@ def value_and_grad(
     check_plan(plan, "jdp.value_and_grad(loss_fn, plan)", loss_fn)
     refuse_offload(plan)
     numbers = checked_numbers(argnums, wrt)
-    check_loss_takes(loss_fn, max(numbers) + 3, or_more=True)
     settings = StepSettings(
         precision=Precision.of(precision),
         requested=partitioning,
@@ -137,16 +130,21 @@ def _unpacked(loss_fn: Any) -> LossFn:
 
 
 def _check_call(gradient: ValueAndGrad[Any], *arguments: Any) -> None:
-    """Check the arguments of a call that failed: other errors would name jdp's internals."""
-    if len(arguments) < 3:
-        return
+    """Explain a call that failed, if its arguments are the cause: other errors would name jdp's internals."""
+    argnums, loss_fn = gradient.argnums, gradient.loss.loss_fn
+    if len(arguments) < 3 + (argnums if isinstance(argnums, int) else max(argnums)):
+        raise UserError(
+            f"A gradient takes models, a batch and a key; given {len(arguments)} arguments, with {argnums=}. Call it "
+            "as gradient(model, batch, rng)."
+        )
+    check_loss_takes(loss_fn.fn if isinstance(loss_fn, LossWithAux) else loss_fn, len(arguments))
     *models, batch, rng = arguments
     wrong = [model for model in models if isinstance(model, TrainState) or flax_nnx.is_optimizer(model)]
     if wrong or flax_nnx.is_module(batch):
         given = f"{described(wrong[0])} as a model" if wrong else f"{described(batch)} as the batch"
         raise UserError(
             f"A gradient takes models, a batch and a key, in this order; given {given}. Write gradient(model, batch, "
-            "rng), with the model alone."
+            "rng)."
         )
     typed_key(rng)
     check_operands(gradient.plan.mesh, batch)
@@ -164,18 +162,15 @@ class ValueAndGrad(Generic[*Arguments]):
 
     Attributes:
         loss: the loss on the plan, which chooses the partitioning and computes gradients.
-        argnums: which of the models are differentiated.
-        wrt: which of their parameters are; None for all.
+        argnums: the numbers of the models that are differentiated.
+        wrt: which of their parameters are trained; None: all.
         plan: the mesh and the strategy.
         settings: the keywords of `value_and_grad`.
         partitioning: "auto" or "manual"; None before the loss was traced.
         why: the reason for it, one sentence.
     """
 
-    __slots__ = (
-        "__weakref__", "_checked_counts", "_checked_forms", "_first_keys", "_numbers", "_on_meshes", "argnums", "loss",
-        "wrt",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_checked_forms", "_numbers", "_on_meshes", "argnums", "loss", "wrt")
 
     plan: Plan = read_only("loss.plan")
     settings: StepSettings = read_only("loss.settings")
@@ -186,9 +181,7 @@ class ValueAndGrad(Generic[*Arguments]):
         self.loss, self.argnums, self.wrt = loss, argnums, wrt
         self._numbers = (argnums,) if isinstance(argnums, int) else argnums
         self._on_meshes: dict[Any, ValueAndGrad[*Arguments]] = {}
-        self._first_keys: list[bytes] = []
-        self._checked_counts: set[int] = set()  # of arguments
-        self._checked_forms: set[Any] = set()  # structures, shapes and shardings of models that are as the plan says
+        self._checked_forms: set[Any] = set()  # structures, shapes and shardings of models that follow the plan
 
     def __repr__(self) -> str:
         return f"ValueAndGrad({self.loss.loss_fn!r}, {self.plan!r}, {self.settings!r}, argnums={self.argnums!r})"
@@ -200,13 +193,11 @@ class ValueAndGrad(Generic[*Arguments]):
             if mesh not in self._on_meshes:
                 self._on_meshes[mesh] = ValueAndGrad(loss.under(plan.on(mesh)), self.argnums, self.wrt)
             return self._on_meshes[mesh](*arguments)
-        *models, batch, rng = self._checked_arguments(arguments)
+        *models, batch, rng = cast("tuple[Any, ...]", arguments)
         state = self._joined(models, rng)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
-            self._report_closed_over(state)
+            self._check_traced(state)
             values, grads, model_state = self._compute(state, batch)
-            if not isinstance(rng, Tracer):
-                self._report_same_draws("the same key, a constant of the jitted function that it is in")
             return values, self._taken_apart(models, state, grads, model_state)
         self._check_models(state)
         if loss.is_of_several:
@@ -216,23 +207,19 @@ class ValueAndGrad(Generic[*Arguments]):
             loss.check_first(state, batch)
         values, grads, model_state = self.jitted(state, owned_batch(batch))
         loss.limit_run_ahead(values if isinstance(values, dict) else values[0])
-        if len(self._first_keys) < 2:
-            self._first_keys.append(np.asarray(jax.random.key_data(state.rng)).tobytes())
-            if len(set(self._first_keys)) < len(self._first_keys):
-                self._report_same_draws("one key twice")
         return values, self._taken_apart(models, state, grads, model_state)
 
     @public(_check_call)
     def check(self, *arguments: *Arguments) -> None:
-        """Try on a few rows, outside of jit, that the loss is a sum over rows, if it is called on parts of a batch.
+        """Try on a few rows, outside of jit, whether the loss is a sum over rows, if it is called on parts of a batch.
 
         Args:
             arguments: those of the call itself, with real values.
 
         Raises:
-            ValueError: the loss has to be a sum over rows and is none; or as the call raises it.
+            ValueError: the loss must be a sum over rows and is not; or for the reasons that the call lists.
         """
-        *models, batch, rng = self._checked_arguments(arguments)
+        *models, batch, rng = cast("tuple[Any, ...]", arguments)
         state = self._joined(models, rng)
         self._check_models(state)
         self.loss.check_first(state, batch)
@@ -252,7 +239,7 @@ class ValueAndGrad(Generic[*Arguments]):
             return state if before is after else keep(after, plan.replicated)
 
         with tracing_on(plan.mesh):
-            # A model that the same jitted function has updated would be gathered there, and stay so, without this.
+            # Without this, a model that the same jitted function updates would be gathered there, and stay gathered.
             placements = self.loss.param_placements(state)
             rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placements)
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
@@ -265,34 +252,14 @@ class ValueAndGrad(Generic[*Arguments]):
                 values = values, loss_fn.structure.unflatten(sums.aux)
             return values, grads, model_state
 
-    def _checked_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Check how many arguments there are, and where this is called. Raises ValueError."""
-        needed = max(self._numbers) + 1
-        if len(arguments) < needed + 2:
-            raise UserError(
-                f"A gradient takes what its loss takes: models, a batch and a key; given {len(arguments)} arguments, "
-                f"with argnums={self.argnums}. Call it as gradient(model, batch, rng)."
-            )
-        if len(arguments) not in self._checked_counts:
-            loss_fn = self.loss.loss_fn
-            check_loss_takes(loss_fn.fn if isinstance(loss_fn, LossWithAux) else loss_fn, len(arguments))
-            self._checked_counts.add(len(arguments))
-        if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.mesh.axis_names}:
-            raise UserError(
-                "A gradient is of global arrays: it goes over the plan's mesh itself; given a call inside a shard_map "
-                f"over {', '.join(sorted(manual))}. Call it outside."
-            )
-        return arguments
-
     def _joined(self, models: Sequence[Any], rng: jax.Array) -> Models:
         """Return all models as one state: tuples of parameters and model state, with an entry for each model."""
         for model in models:
             check_tree(model, arrays=True)
         if (path := flax_nnx.shared(models)) is not None:
             raise UserError(
-                f"Each model of a gradient has variables of its own; given two that share {path}. Make one module of "
-                "both: pair = nnx.Dict(first=..., second=...), jdp.place(pair, plan), and a loss of (pair, batch, rng) "
-                "with pair.first and pair.second."
+                f"The models of a gradient share no variables; given two that share {path}. Make one module of both: "
+                "pair = nnx.Dict(first=..., second=...), jdp.place(pair, plan), and a loss of (pair, batch, rng)."
             )
         chosen = [self.wrt if number in self._numbers else None for number in range(len(models))]
         parts = [flax_nnx.split(*pair) for pair in zip(models, chosen, strict=True)]
@@ -300,18 +267,13 @@ class ValueAndGrad(Generic[*Arguments]):
         trained: list[bool] = []
         for number, (params, _, own) in enumerate(parts):
             count = len(jax.tree.leaves(params))
-            if number in self._numbers and own and (path := flax_nnx.selected_average(own, self.wrt)) is not None:
-                raise UserError(
-                    f"A statistic has no gradient; `wrt` selects {path}, an nnx.BatchStat. Name the types that are "
-                    "trained, here and in nnx.Optimizer: wrt=(nnx.Param, ...)."
-                )
             selected = resolve(params, own, self.wrt) if number in self._numbers else (False,) * count
             trained += (True,) * count if selected is None else selected
         static = Static(None, adapter, (), None if all(trained) else tuple(trained))  # pyright: ignore[reportArgumentType]
         return Models(tuple(part[0] for part in parts), tuple(part[1] for part in parts), typed_key(rng), static)
 
     def _taken_apart(self, models: Sequence[Any], state: Models, grads: Any, model_state: Any) -> Any:
-        """Write what the call changed into modules; return the gradients as the user gets them."""
+        """Write the changes of the call into the modules, and return the gradients in the user's form."""
         adapters = state.static.adapter.adapters
         if jax.tree.leaves(model_state):
             for model, adapter, before, after in zip(models, adapters, state.model_state, model_state, strict=True):
@@ -325,7 +287,7 @@ class ValueAndGrad(Generic[*Arguments]):
         return own(self.argnums) if isinstance(self.argnums, int) else tuple(map(own, self.argnums))
 
     def _check_models(self, state: Models) -> None:
-        """Check that real models hold their arrays, and lie as the plan says. Raises ValueError."""
+        """Check that real models hold their arrays, in the plan's shardings."""
         leaves, tree = jax.tree.flatten(state.params)
         form = tree, tuple([(leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves])
         is_deleted = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
@@ -334,40 +296,37 @@ class ValueAndGrad(Generic[*Arguments]):
         for leaf, placement in zip(leaves, jax.tree.leaves(self.loss.param_placements(state)), strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise UserError(
-                    f"A model must hold its arrays; {placement.path} was donated to a jitted function before. Go on "
-                    "with the model that it returned, and donate each model once."
+                    f"A model must hold its arrays; {placement.path} was donated to a jitted function. Continue with "
+                    "the model that it returned."
                 )
             rest = self.plan.rest_sharding(placement)
             if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(rest, leaf.ndim):
                 given = leaf.sharding if isinstance(leaf, jax.Array) else "a NumPy array"
                 raise UserError(
-                    f"All models of a gradient lie as its plan says ({self.plan}), else each call would move them; "
-                    f"{placement.path} is to lie as {rest.spec} and is {given}. Lay it out: "
-                    "model = jdp.place(model, plan), by the gradient's own plan."
+                    f"Models of a gradient have the shardings of its plan ({self.plan}), {rest.spec} for "
+                    f"{placement.path}; given {given}. Move it once: model = jdp.place(model, plan)."
                 )
         self._checked_forms.add(form)
 
-    def _report_same_draws(self, given: str) -> None:
-        if self.loss.last is not None and self.loss.last.does_draw:
-            notice(
-                f"a gradient whose loss draws (dropout, noise) was given {given}: it draws the same in each step; pass "
-                "a key of the step, jax.random.fold_in(key, step)"
+    def _check_traced(self, state: Models) -> None:
+        """Refuse a call inside of `shard_map`, and report models that a jitted function closes over."""
+        if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.mesh.axis_names}:
+            raise UserError(
+                "A gradient is of global arrays, and shards them itself; given a call inside a shard_map over "
+                f"{', '.join(sorted(manual))}. Call it outside."
             )
-
-    def _report_closed_over(self, state: Models) -> None:
         for number, params in enumerate(state.params):
             leaves = jax.tree.leaves(params)
             if leaves and not any(isinstance(leaf, Tracer) for leaf in leaves):
-                takes = "of" if number in self._numbers else "which reads"
+                takes = "differentiates" if number in self._numbers else "reads"
                 notice(
-                    f"a gradient inside a jitted function, {takes} a model that this function closes over: the model's "
-                    "weights are constants of what is compiled, which no update changes there and no later one "
-                    "reaches; pass the model as an argument"
+                    f"a gradient inside a jitted function {takes} a model that this function closes over: the weights "
+                    "are constants of the compiled program, and updates do not reach it. Pass the model as an argument"
                 )
 
 
 def _models_placements(plan: Plan, state: AnyState) -> PyTree:
-    """Return a tree like the joined parameters, of `Placement`: of each model as the plan places it by itself."""
+    """Return a tree like the joined parameters, of `Placement`: the plan places each model by itself."""
     models, adapter = len(state.params), state.static.adapter
     placed = tuple(map(plan.tree_placements, state.params, adapter.specs))
     plan.check_rules([placement.path for placement in jax.tree.leaves(placed)])
@@ -376,7 +335,6 @@ def _models_placements(plan: Plan, state: AnyState) -> PyTree:
     owners = [number for number, tree in enumerate(placed) for _ in jax.tree.leaves(tree)]
     paths = [path_in_model(owner, models, leaf.path) for owner, leaf in zip(owners, leaves, strict=True)]
     marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
-    whole = [path in adapter.named for path in paths]  # `jdp.init` and `jdp.place`, which know no `wrt`, replicate it
-    changes = {"rest": PartitionSpec(), "compute": PartitionSpec(), "reason": "replicated: no nnx.Param"}
-    marked = [replace(leaf, **changes) if named else leaf for leaf, named in zip(marked, whole, strict=True)]
-    return treedef.unflatten(marked)
+    # `jdp.init` and `jdp.place` know no `wrt`, and replicate parameters that `wrt` alone selects
+    changes = {"rest": PartitionSpec(), "compute": PartitionSpec(), "reason": "replicated: not an nnx.Param"}
+    return treedef.unflatten([replace(leaf, **changes) if leaf.path in adapter.named else leaf for leaf in marked])

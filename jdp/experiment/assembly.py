@@ -45,8 +45,8 @@ from jdp.foresight.timing.model_flops import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
 from jdp.models import GPTConfig, ModelConfig, ViTConfig
-from jdp.models.lower_bounds import parameter_lower_bound
-from jdp.models.sizes import build, parameter_shapes
+from jdp.models.construction import build, parameter_shapes
+from jdp.models.sizes import parameter_lower_bound
 
 
 @dataclass(frozen=True)

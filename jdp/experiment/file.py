@@ -29,7 +29,7 @@ from jdp.experiment.schema.experiment import NONE, Experiment, Model
 from jdp.experiment.schema.made import Made
 from jdp.experiment.schema.model import MadeModel, model_table, take_tokenizer
 from jdp.experiment.shipped import beside_clone, missing, shipped_file
-from jdp.models.configs.sizes import SIZES
+from jdp.models.sizes import SIZES
 
 KeyPath = tuple[str, ...]
 HUB = "hf:"

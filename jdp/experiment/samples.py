@@ -18,8 +18,7 @@ from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.models import generate
-from jdp.models.decode import continued
-from jdp.models.sampling import Draw
+from jdp.models.decode import Draw, continued
 
 Row = dict[str, Any]
 

@@ -12,7 +12,9 @@ from typing import Any
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds
 from jdp.core.sharding.axes import factors
 from jdp.foresight.memory import Headroom, Memory
-from jdp.foresight.timing.timeline import Timeline
+from jdp.foresight.program.compiled import Compiled
+from jdp.foresight.targets.resolve import Target
+from jdp.foresight.timing.timeline import Timeline, timeline
 from jdp.foresight.traffic.sends import Sent, sent_table
 
 
@@ -116,9 +118,18 @@ class StepReport:
         }
 
     def _as_json(self, names: str) -> dict[str, Any]:
-        """Return attributes by name, with tuples as lists."""
         values = {name: getattr(self, name) for name in names.split()}
         return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def on_target(held: Memory, compiled: Compiled, target: str | Target) -> dict[str, Any]:
+    """Return a report's `target`, `memory`, `headroom` and `timeline`; a name alone gives no simulated time."""
+    room = line = None
+    if isinstance(target, Target):
+        room = None if target.memory_bytes is None else held.fits(target.memory_bytes)
+        if target.chip is not None and (room is None or room.fits):
+            line = timeline(compiled.program, target)
+    return {"target": str(target), "memory": held, "headroom": room, "timeline": line}
 
 
 CPU_PROGRAM = (

@@ -32,10 +32,9 @@ from jdp.core.update.muon import exchanged
 from jdp.foresight.any_step.forecast import forecast
 from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, on_target
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import Target, check_target, target_of
-from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
 from jdp.foresight.traffic.origin import Parameters, Reading
@@ -151,15 +150,12 @@ def report(
     verdict = compare(collectives, promised, sum(each.excess_bytes for each in stray))
     judged = judge or not verdict.theory_wire_bytes
     reasons = breaches(collectives, promised, verdict, reading, step, stray) if judged else ()
-    held, devices = memory(compiled, step, state), target if isinstance(target, Target) else None
-    room = None if devices is None or devices.memory_bytes is None else held.fits(devices.memory_bytes)
-    timed = devices is not None and devices.chip is not None and (room is None or room.fits)
     return Report(
+        **on_target(memory(compiled, step, state), compiled, target),
         name=step.plan.strategy,
         kept=verdict.kept if judged else None,
         partitioning=step.partitioning or "",
         why=step.why,
-        target=str(target),
         mesh=dict(mesh.shape),
         accumulate=step.settings.accumulate,
         theory=promised,
@@ -170,10 +166,7 @@ def report(
         model_axes=verdict.model_axes,
         statistics=verdict.statistics,
         collectives=tuple(collectives),
-        memory=held,
-        headroom=room,
         sent=sent_by(reading, collectives),
-        timeline=timeline(compiled.program, devices) if timed and devices is not None else None,
         breaches=reasons,
         strays=tuple(words for words in map(str, stray) if words not in reasons),
         gathers=gathers(step, state),
@@ -195,7 +188,6 @@ def _promised(step: Step, state: TrainState, reading: Reading) -> Theory:
 
 
 def _metrics(reading: Reading, state: TrainState) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of array metrics, except shapes of parameters."""
     program = reading.compiled.program
     results = next((each.shapes for each in program[program.entry] if each.is_root), ())
     found = (dims for _, dims in results[len(jax.tree.leaves(state)) :])
@@ -242,13 +234,13 @@ class Report(StepReport):
         gathers: under zero3, the gathers of the step's trace and their places; else None.
     """
 
-    partitioning: str
-    why: str
-    accumulate: int
+    partitioning: str = ""
+    why: str = ""
+    accumulate: int = 1
     theory: Theory
-    rows: tuple[Row, ...]
-    model_axes: tuple[Row, ...]
-    collectives: tuple[MeshCollective, ...]
+    rows: tuple[Row, ...] = ()
+    model_axes: tuple[Row, ...] = ()
+    collectives: tuple[MeshCollective, ...] = ()
     statistics: Row | None = None
     gathers: tuple[Gather, ...] | None = None
 

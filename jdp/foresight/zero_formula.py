@@ -87,7 +87,6 @@ def sent_bytes(
 
 
 def _share(size: int, parameters: int, devices: int, shared: bool) -> int:
-    """Return a device's bytes of `size` a parameter, rounded up. Raises ValueError for no parameters or devices."""
     if parameters < 1 or devices < 1:
         raise UserError(
             f"ZeRO's formula needs at least one parameter and one device; given {parameters} on {devices}. Give "

@@ -2,21 +2,21 @@
 
 1. The loop reports to the thread its next activity, and the end of each step. A step may take ten median steps, but at
    least `seconds`; rare work that compiles, reads or writes may take `first_seconds`.
-2. In a cluster each process publishes its step once a second in the coordination service, which works while the
-   devices hang. A process whose deadline has passed publishes that too; the others see it and stop.
-   Process 0 notices a silent process, and all others notice a silent process 0. JAX's heartbeats notice it later,
-   abort all processes with 134, and name no process.
+2. A second thread does what may block. In a cluster it publishes the process' step once a second in the coordination
+   service, which works while the devices hang. A process whose deadline has passed publishes that too; the others see
+   it and stop. Process 0 notices a silent process, and all others notice a silent process 0. JAX's heartbeats notice it
+   later, abort all processes with 134, and name no process.
 3. Each process prints the stacks of its threads and which process is behind, and exits with 75: a supervisor restarts
-   the job from its last checkpoint.
+   the job from its last checkpoint. The report has a thread of its own, because disks and pipes may hang too.
 
-The thread must survive any error: without memory a process cannot start another thread, and any line may raise
-MemoryError. So the thread that finally ends the process is started in advance. A process that was stopped (Ctrl-Z) and
-continues gets its time again. On GPUs XLA has its own, shorter timeout (`set_xla_timeout`), which ends a process whose
-Python cannot run.
+The first thread must survive any error: without memory any line may raise MemoryError, and no thread starts. A process
+that was stopped (Ctrl-Z) and continues gets its time again. On GPUs XLA has its own, shorter timeout
+(`set_xla_timeout`), which ends a process whose Python cannot run. `faulthandler`'s own timer would exit with 1.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import faulthandler
 import itertools
@@ -26,16 +26,16 @@ import statistics
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from jdp.base.errors import UserError
 from jdp.base.machine import visible_gpus
-from jdp.core.cluster.barrier import THREAD_SECONDS, coordination_client, joined_as
+from jdp.core.cluster.barrier import THREAD_SECONDS, coordination_client, joined_as, named
 from jdp.core.cluster.initialize import leave_after_failure
-from jdp.guard.who_is_behind import Position, whereabouts
 
 TRY_AGAIN = 75
 MEDIANS = 10
@@ -47,6 +47,23 @@ half to all of HEARTBEAT_SECONDS."""
 _ANSWER_SECONDS = 4.0  # for the others to publish their positions
 _LAST_RESORT_SECONDS = 20.0  # after this time the process ends, whatever hangs
 _numbers = itertools.count(1)  # all processes make their deadlines in the same order
+
+
+DEVICES = "waiting for the devices"
+"""The activity of a process that waits for another process."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position of a process: its last complete step, its activity, and the activity's seconds so far."""
+
+    step: int
+    doing: str
+    seconds: float
+
+
+Known = Mapping[int, tuple[Position, float]]
+"""Process -> its position, and its publication time (Unix seconds)."""
 
 
 class Deadline:
@@ -85,12 +102,7 @@ class Deadline:
         self._durations: deque[float] = deque(maxlen=101)
         self._once, self._doing, self._step = True, "starting", 0
         self._since = time.monotonic()
-        self._done, self._changed = (
-            threading.Event(),
-            threading.Event(),
-        )  # changed: publish a step at once
-        self._expired = threading.Lock()  # released when the time is up: needs no memory
-        self._expired.acquire()
+        self._done, self._changed = threading.Event(), threading.Event()  # changed: publish at once
         self._peers: _Peers | None = None
         self._threads: list[threading.Thread] = []
         self.on_tick: Callable[[], None] = lambda: None
@@ -100,24 +112,18 @@ class Deadline:
         self._since = time.monotonic()
         joined, client = joined_as(), coordination_client()
         if joined is not None and client is not None:
-            self._peers = peers = _Peers(client, *joined, next(_numbers))
-            self._start(lambda: self._publish(peers), "jdp whereabouts")
-        self._start(self._end_for_certain, "jdp last resort")
-        self._start(self._watch, "jdp deadline")
+            self._peers = _Peers(client, *joined, next(_numbers))
+        for target, name in ((self._tick, "jdp whereabouts"), (self._watch, "jdp deadline")):
+            self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+            self._threads[-1].start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._changed.set()
-        with contextlib.suppress(RuntimeError):  # already released
-            self._expired.release()
         # a thread that returns from JAX while Python exits aborts the process
         for thread in self._threads:
             thread.join(THREAD_SECONDS)
-
-    def _start(self, target: Callable[[], None], name: str) -> None:
-        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
-        self._threads[-1].start()
 
     def step(self, step: int, doing: str = "its next step") -> None:
         """Report the end of a step; the next activity must end in time.
@@ -196,7 +202,6 @@ class Deadline:
                     if self._peers is not None:
                         self._peers.heard = now
                 limit = self.limit
-                self.on_tick()
             except BaseException:  # memory is exhausted: the last known limit still holds
                 time.sleep(_TICK_SECONDS)
             before = time.monotonic()
@@ -205,57 +210,54 @@ class Deadline:
                 silent = peers.silent or before - peers.heard > SILENT_SECONDS
                 lost = peers.expired or (silent and self._seconds > 0 and not self._once)
             if (late or lost) and not self._done.is_set():
-                self._leave(limit if late else None)
+                try:
+                    _thread.start_new_thread(self._report, (limit if late else None,))  # it ends the process
+                    time.sleep(_LAST_RESORT_SECONDS)
+                finally:
+                    os._exit(TRY_AGAIN)
 
-    def _end_for_certain(self) -> None:
-        """End this process, in a thread, some seconds after its time was up, whatever hangs."""
-        self._expired.acquire()
-        if not self._done.is_set():
-            time.sleep(_LAST_RESORT_SECONDS)
-            os._exit(TRY_AGAIN)
-
-    def _publish(self, peers: _Peers) -> None:
+    def _tick(self) -> None:
         """Publish, in a thread, the position of this process, and look for others whose time is up."""
+        peers = self._peers
         while not self._done.is_set():
             try:
-                peers.publish(self.position, once=self._once)  # a process may stop within its first second
-                self._changed.wait(_TICK_SECONDS)
+                self.on_tick()
+                if peers is not None:  # a process may stop within its first second
+                    peers.publish(self.position, once=self._once)
+                self._changed.wait(_TICK_SECONDS if peers is None or peers.asks is None else 0.1)
                 self._changed.clear()
             except Exception:  # memory is exhausted; or the service is gone, and JAX ends this process
                 time.sleep(_TICK_SECONDS)
         with contextlib.suppress(Exception):
-            peers.leave()
+            if peers is not None:
+                peers.leave()
 
-    def _leave(self, limit: float | None) -> None:
-        """Report, then end this process even if the report fails."""
+    def _report(self, limit: float | None) -> None:
         try:
-            self._expired.release()
-            self._report(limit)
+            position = self.position
+            other = "another process' time was up, or it was silent"
+            text = f"{position.doing} did not end in {limit:.0f} seconds" if limit else other
+            words = f"After step {position.step}, {text}."
+            behind: list[int] = []
+            if self._peers is not None:
+                self._peers.asks = position
+                self._changed.set()
+                with contextlib.suppress(Exception):
+                    where, behind = self._peers.answer()
+                    words += f" {where}"
+            with contextlib.suppress(Exception):
+                stack = main_stack()
+                event = {"doing": position.doing, "step": position.step, "words": words}
+                self.on_expired(event | {"behind": behind, "stack": stack})
+            with contextlib.suppress(Exception):
+                faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+            joined = joined_as()
+            who = f"process {joined[0]} of {joined[1]}: " if joined else ""
+            end = f"Stacks of all threads are above; exit code {TRY_AGAIN}: run again to resume\n"
+            os.write(2, f"{who}deadline: {words} {end}".encode())
             leave_after_failure(TRY_AGAIN)
         finally:
             os._exit(TRY_AGAIN)
-
-    def _report(self, limit: float | None) -> None:
-        """Print the positions of the processes and the stacks."""
-        position = self.position
-        other = "another process' time was up, or it was silent"
-        text = f"{position.doing} did not end in {limit:.0f} seconds" if limit else other
-        words = f"After step {position.step}, {text}."
-        behind: list[int] = []
-        with contextlib.suppress(Exception):
-            if self._peers is not None:
-                where, behind = self._peers.ask(position)
-                words += f" {where}"
-        with contextlib.suppress(Exception):
-            stack = main_stack()
-            event = {"doing": position.doing, "step": position.step, "words": words, "behind": behind, "stack": stack}
-            self.on_expired(event)
-        with contextlib.suppress(Exception):
-            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-        joined = joined_as()
-        who = f"process {joined[0]} of {joined[1]}: " if joined else ""
-        says = f"{who}deadline: {words} Stacks of all threads are above; exit code {TRY_AGAIN}: run again to resume\n"
-        os.write(2, says.encode())
 
 
 class _Peers:
@@ -266,12 +268,19 @@ class _Peers:
         self._prefix = f"jdp/deadline/{number}"
         self._stamps: dict[str, tuple[str, float]] = {}  # process 0's: key -> published text, and its time
         self.expired = self.silent = False
+        self.asks: Position | None = None  # of this process, whose time is up
+        self._answers: tuple[Known, Known] | None = None
         self.heard = time.monotonic()  # last answer of the service
 
     def publish(self, position: Position, *, once: bool) -> None:
         """Publish the position of this process, and whether it is in a step; read those of the others."""
         self._put("at", position, once=once)
-        self.expired = bool(self._all("expired"))
+        if self.asks is not None:
+            self._put("expired", self.asks)
+        expired = self._all("expired")
+        self.expired = bool(expired)
+        if self.asks is not None:
+            self._answers = expired, self._all("at")
         if self._me == 0:
             self._look_for_silent_ones()
         self.heard = time.monotonic()
@@ -291,22 +300,16 @@ class _Peers:
         silent = [text for text, since in self._stamps.values() if now - since > SILENT_SECONDS]
         self.silent = any(not json.loads(text)[-1] for text in silent)
 
-    def ask(self, position: Position) -> tuple[str, list[int]]:
-        """Publish that the time is up, wait briefly for the others, and return which process is behind, in words."""
-        answers: list[tuple[str, list[int]]] = []
-
-        def run() -> None:
-            self._put("expired", position)
-            end = time.monotonic() + _ANSWER_SECONDS
-            while len(self._all("expired")) < self._count and time.monotonic() < end:
-                time.sleep(0.1)
-            answers.append(whereabouts(self._count, self._all("expired"), self._all("at"), now=time.time()))
-
-        asking = threading.Thread(target=run, daemon=True)
-        asking.start()
-        asking.join(2 * _ANSWER_SECONDS)
-        if answers:
-            return answers[0]
+    def answer(self) -> tuple[str, list[int]]:
+        """Wait briefly for the positions of the others, and return which process is behind, in words."""
+        begin, answers = time.monotonic(), self._answers
+        while answers is None or len(answers[0]) < self._count:
+            if time.monotonic() - begin > (2 if answers is None else 1) * _ANSWER_SECONDS:
+                break
+            time.sleep(0.1)
+            answers = self._answers
+        if answers is not None:
+            return whereabouts(self._count, *answers, now=time.time())
         return (
             "The coordination service, which is process 0's, does not answer: process 0 is stopped or gone, or the "
             "network to it.",
@@ -345,3 +348,60 @@ def set_xla_timeout(environment: MutableMapping[str, str], seconds: float) -> st
         return None
     environment["XLA_FLAGS"] = f"{given} {flag}={seconds:.0f}s".strip()
     return f"XLA ends an execution on a GPU after {seconds:.0f} seconds ({flag} in XLA_FLAGS)"
+
+
+# Which process is behind, in words.
+
+
+def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tuple[str, list[int]]:
+    """Return a sentence about the processes that are silent or behind, and their numbers.
+
+    For example: "Process 17 is at step 4,211, all others at 4,212."
+    """
+    silent = [rank for rank in range(count) if rank not in answers]
+    if silent:
+        words = " ".join(_silent(rank, before, now) for rank in silent[:3])
+        more = f" {len(silent) - 3} more do not answer." if silent[3:] else ""
+        steps = sorted({position.step for position, _ in answers.values()})
+        if steps:
+            all_ = f"All others are at step {steps[0]:,}"
+            others = all_ if len(steps) == 1 else f"The others are at step {steps[0]:,} to {steps[-1]:,}"
+            more += f" {others}."
+        return words + more, silent
+    steps = {rank: position.step for rank, (position, _) in answers.items()}
+    behind = [rank for rank, step in steps.items() if step == min(steps.values())]
+    if len(behind) == count:
+        doing = {position.doing for position, _ in answers.values()}
+        busy = [rank for rank, (position, _) in answers.items() if position.doing != DEVICES]
+        if len(doing) == 1:
+            where = f"All processes are at step {steps[0]:,}, {doing.pop()}"
+            return f"{where}: the devices hang, or the network between them.", []
+        return f"All processes are at step {steps[0]:,}: {_doing(answers)}.", busy if len(busy) < count else []
+    doing = answers[behind[0]][0].doing
+    verb = "is" if len(behind) == 1 else "are"
+    ahead = sorted({*steps.values()} - {steps[behind[0]]})
+    others = f"all others at {ahead[0]:,}" if len(ahead) == 1 else f"the others at {ahead[0]:,} to {ahead[-1]:,}"
+    return f"{capital(named(behind))} {verb} at step {steps[behind[0]]:,} ({doing}), {others}.", behind
+
+
+def _silent(rank: int, before: Known, now: float) -> str:
+    if rank not in before:
+        return f"Process {rank} does not answer, and never reported its position."
+    position, at = before[rank]
+    return (
+        f"Process {rank} does not answer: {max(now - at, 0):.0f} seconds ago it was at step {position.step:,}, "
+        f"{position.doing}."
+    )
+
+
+def _doing(answers: Known) -> str:
+    """Return the activity of each group of processes."""
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, (position, _) in sorted(answers.items()):
+        groups[position.doing].append(rank)
+    ordered = sorted(groups.items(), key=lambda group: len(group[1]))
+    return ", ".join(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {doing}" for doing, ranks in ordered)
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

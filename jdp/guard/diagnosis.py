@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from jdp.base.formatting import format_seconds
+from jdp.guard.deadline import Position, capital, whereabouts
 from jdp.guard.flight_recorder import ENDS, FLIGHT, read, read_ranks
-from jdp.guard.time_account import Account, account
+from jdp.guard.time_account import Account, account, cause, pace
 from jdp.guard.watch import ALIVE_SECONDS, born
-from jdp.guard.where_time_goes import cause, pace
-from jdp.guard.who_is_behind import Position, capital, whereabouts
 from jdp.launch.output import LOGS
 
 ERRORS = f"Messages by their text, each with cause and command: {Path(__file__).with_name('errors.md')}"
@@ -54,6 +53,12 @@ class Seen:
 
     rank: int
     events: Events
+
+    @property
+    def count(self) -> int:
+        """The number of processes of the run."""
+        of = self.start.get("of", 1)
+        return of if isinstance(of, int) else 1
 
     @property
     def start(self) -> Mapping[str, Any]:
@@ -131,12 +136,13 @@ def diagnose(
     first = min(ranks)
     visits = _together(ranks)
     last = visits[-1]
-    count = _count(last[0])
-    goes_on = any(lives(seen, now) for seen in last if seen.left is None) and not _failed(last)
-    state, began, words = _going_on(last, count, now) if goes_on else _ended(last, now)
+    failed = any(seen.how == "failed" for seen in last)
+    goes_on = not failed and any(lives(seen, now) for seen in last if seen.left is None)
+    state, began, words = _going_on(last, now) if goes_on else _ended(last, now)
     if began is not None:
         words += _log(folder, began)
-    words += [str(event["words"]) for seen in last[:1] for event in seen.events if _speaks(event)]
+    spoken = (each for each in last[0].events if each["event"] != "deadline" and isinstance(each.get("words"), str))
+    words += [str(each["words"]) for each in spoken]
     medians, slow = pace({seen.rank: seen.events for seen in last})
     total = account(read(folder / FLIGHT / f"rank-{first:05}.jsonl"))
     words += [*slow, *_before(visits), f"{capital(total.words())}."]
@@ -160,32 +166,19 @@ def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
     together = [{one.rank: one} for one in own]
     for rank, visits in sorted(ranks.items()):
         for seen in visits if rank != min(ranks) else ():
-            at = max(range(len(own)), key=lambda i: _overlap(own[i], seen))
-            if rank < _count(own[at]):
+            shared = [min(e.last["time"], seen.last["time"]) - max(e.start["time"], seen.start["time"]) for e in own]
+            at = shared.index(max(shared))
+            if rank < own[at].count:
                 together[at][rank] = seen  # the latest wins
     return [list(each.values()) for each in together]
-
-
-def _overlap(one: Seen, other: Seen) -> float:
-    """Return the seconds that two visits have in common; if negative, the time between them."""
-    return min(one.last["time"], other.last["time"]) - max(one.start["time"], other.start["time"])
-
-
-def _count(seen: Seen) -> int:
-    of = seen.start.get("of", 1)
-    return of if isinstance(of, int) else 1
-
-
-def _failed(last: Sequence[Seen]) -> bool:
-    return any(seen.how == "failed" for seen in last)
 
 
 def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | None, list[str]]:
     """Return state, cause and explanation of a visit that has ended; `now` is None for an earlier one."""
     errors = [(seen.left["time"], seen) for seen in last if seen.left and seen.how == "failed"]
-    own = sorted(((t, seen) for t, seen in errors if not (seen.left or {}).get("lost_peer")), key=lambda pair: pair[0])
-    if own:
-        seen = own[0][1]
+    causes = [(time, seen) for time, seen in errors if not (seen.left or {}).get("lost_peer")]
+    if causes:
+        seen = min(causes, key=lambda pair: pair[0])[1]
         return "failed", seen.rank, _error(seen, len(last))
     deadlines = sorted(
         (event["time"], seen.rank, event) for seen in last for event in seen.events if event["event"] == "deadline"
@@ -193,17 +186,16 @@ def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | N
     if deadlines:
         _, rank, event = deadlines[0]
         behind = [one for one in event.get("behind") or [] if isinstance(one, int)]
-        words = [f"It hung: {event.get('words')}", *_stack(event, rank)]
+        words, frames = [f"It hung: {event.get('words')}"], [str(frame) for frame in event.get("stack") or []]
+        own = next((frame for frame in frames if "jax/" not in frame and "<" not in frame), None)
+        words += [f"Process {rank} was in {frames[0]}, called from {own}."] if own else []
         return "deadline", behind[0] if behind else None, words
     silent = sorted((seen for seen in last if seen.left is None), key=lambda seen: seen.last["time"])
     if silent:
         return "killed", silent[0].rank, _killed(silent[0], len(last), now)
     if errors:
-        return (
-            "failed",
-            None,
-            ["Every process reports that another one exited, and none reports why. Look at all logs."],
-        )
+        words = "Every process reports that another one exited, and none reports why. Look at all logs."
+        return "failed", None, [words]
     stopped = next((seen for seen in last if seen.how == "stopped"), None)
     if stopped is not None:
         began, words = _stop(last, stopped)
@@ -249,26 +241,23 @@ def _stop(last: Sequence[Seen], stopped: Seen) -> tuple[int | None, list[str]]:
     return first[1] if first else None, [f"It was stopped by {by}{who} after step {stopped.step:,}, {how}."]
 
 
-def _going_on(last: Sequence[Seen], count: int, now: float) -> tuple[str, int | None, list[str]]:
-    """Return state, cause and explanation of a visit that goes on."""
+def _going_on(last: Sequence[Seen], now: float) -> tuple[str, int | None, list[str]]:
     quiet = now - max(seen.moved for seen in last)
-    usual = max(
-        (medians.get("seconds", 0.0) for medians in pace({s.rank: s.events for s in last})[0].values()), default=0
-    )
+    medians, _ = pace({seen.rank: seen.events for seen in last})
+    usual = max((own["seconds"] for own in medians.values()), default=0.0)
     compiles = not any(event["event"] == "step" for seen in last for event in seen.events)
     if quiet < max(_HUNG_SECONDS, _MEDIANS * usual) or (compiles and quiet < 60 * _HUNG_SECONDS):
         seen = last[0]
         return "running", None, [f"It goes on: step {seen.step:,}, {seen.doing}, {_ago(quiet)} after its last event."]
     answers = {s.rank: (Position(s.step, s.doing, now - s.moved), s.last["time"]) for s in last}
     hears = {rank: known for rank, known in answers.items() if now - known[1] < 3 * ALIVE_SECONDS}
-    if count == 1:
+    if last[0].count == 1:
         return "hung", 0, [f"It hangs: step {last[0].step:,}, {last[0].doing}, since {_ago(quiet)}."]
-    words, behind = whereabouts(count, hears, answers, now=now)
+    words, behind = whereabouts(last[0].count, hears, answers, now=now)
     return "hung", behind[0] if behind else None, [f"It hangs since {_ago(quiet)}: {words}"]
 
 
 def _before(visits: Sequence[Sequence[Seen]]) -> list[str]:
-    """Return a line about the end of each earlier visit, newest first."""
     lines: list[str] = []
     for seen in reversed(visits[-_MOST_VISITS - 1 : -1]):
         state, began, words = _ended(seen)
@@ -285,19 +274,7 @@ def _before(visits: Sequence[Sequence[Seen]]) -> list[str]:
 _SHORT = {"failed": "ended by an error", "deadline": "ended by its deadline"}
 
 
-def _stack(event: Mapping[str, Any], rank: int) -> list[str]:
-    """Return the main thread's position, and its innermost frame outside JAX."""
-    frames = [str(frame) for frame in event.get("stack") or []]
-    own = next((frame for frame in frames if "jax/" not in frame and "<" not in frame), None)
-    return [f"Process {rank} was in {frames[0]}, called from {own}."] if frames and own else []
-
-
-def _speaks(event: Mapping[str, Any]) -> bool:
-    return event["event"] != "deadline" and isinstance(event.get("words"), str)
-
-
 def _log(folder: Path, rank: int) -> list[str]:
-    """Return the last lines of a process' log, if it has one."""
     try:
         lines = (folder / LOGS / f"rank-{rank:05}.log").read_text(errors="replace").splitlines()
     except OSError:

@@ -34,6 +34,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class Flight:
         os.close(self._descriptor)
         self._descriptor = None
         events = read(self.file)
-        kept = {**account(events).as_record(), "history": history(events)[-_MOST_KEPT:]}
+        kept = {**asdict(account(events)), "history": history(events)[-_MOST_KEPT:]}
         self.file.replace(_old(self.file))
         descriptor = self._open()
         line = json.dumps({"time": round(time.time(), 4), "event": "before", **kept}) + "\n"
@@ -122,13 +123,16 @@ def read(file: Path) -> list[dict[str, Any]]:
         for line in file.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, RecursionError):
                 event = json.loads(line)
-                if isinstance(event, dict) and isinstance(event.get("event"), str) and _is_number(event.get("time")):
-                    events.append(event)
+                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                    events += [event] if type(event.get("time")) in (int, float) else []
     return events
 
 
 def history(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first and last event of each visit with steps to take; a killed visit has no last event."""
+    """Return the first and last event of each visit with steps to take, and those between that tell something.
+
+    A killed visit has no last event.
+    """
     found, begun = list[dict[str, Any]](), False
     for event in events:
         match event:
@@ -136,13 +140,15 @@ def history(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 begun = False
             case {"event": "before", "history": list(kept)}:
                 found += history([each for each in kept if isinstance(each, dict)])
-                begun = bool(found) and found[-1]["event"] in BEGINNINGS
+                begun = bool(found) and found[-1]["event"] not in ENDS
             case {"event": "started" | "resumed", "step": int()}:
                 found.append(event)
                 begun = True
             case {"event": "finished" | "stopped" | "failed", "step": int()} if begun:
                 found.append(event)
                 begun = False
+            case {"event": "bad step" | "corrupt" | "late" | "deadline", "step": int(), "words": str()} if begun:
+                found.append(event)
             case _:
                 pass
     return found
@@ -161,7 +167,3 @@ def read_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 def _old(file: Path) -> Path:
     return file.with_name(f"{file.stem}.old.jsonl")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -72,7 +72,6 @@ def check_proof(state: TrainState, *, devices: int, steps: int, precision: Preci
 
 
 def _refuse(what: str, each: float, model: str, mesh: Mesh, strategy: str) -> None:
-    """Raise ValueError if `each` bytes a device are more than the devices of this process have."""
     available, described = _memory([each for each in mesh.devices.flat if each.process_index == jax.process_index()])
     if each > available:
         raise UserError(
@@ -97,5 +96,4 @@ def _count(params: PyTree) -> int:
 
 
 def _total(tree: PyTree) -> int:
-    """Return the bytes of a tree's arrays, unsharded."""
     return sum(bytes_per_device(leaf.shape, leaf.dtype, 1) for leaf in jax.tree.leaves(tree))

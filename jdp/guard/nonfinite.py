@@ -30,8 +30,7 @@ from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.state import TrainState, trained_part
 from jdp.core.step import Step
 from jdp.core.types import Batch, PyTree
-from jdp.core.update.guarded import broken, clipped_update
-from jdp.core.update.offloaded import fetched
+from jdp.core.update.guarded import broken, clipped_update, fetched
 
 SHOWN = 4  # leaves, and rows, in a sentence
 
@@ -134,8 +133,11 @@ class Inspection:
             gradients = view_gradients(view.partitioning, spec)
             key, params = jax.random.fold_in(state.rng, consumed), state.params
             grads, sums, _ = gradients(params, state.model_state, batch, key)
-            trees = {"batch": batch, "params": params, "gradients": grads}
-            found = {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
+            found: dict[str, Any] = {"loss": sums.total / sums.weight}
+            for name, tree in {"batch": batch, "params": params, "gradients": grads}.items():
+                leaves = [(path_of(path), x) for path, x in jax.tree.leaves_with_path(tree) if x.size]
+                floats = {path: x for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
+                found[name] = {path: _by_place(~jnp.isfinite(x)) for path, x in floats.items()}
             return found | {"updated": self._updated(state, grads, sums)}
 
         return jax.jit(flags, out_shardings=NamedSharding(step.plan.mesh, PartitionSpec()))
@@ -152,7 +154,6 @@ class Inspection:
         return {path_of(path): _by_place(x) for path, x in jax.tree.leaves_with_path(flags) if x.size}
 
     def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:
-        """Return the paths of the trained leaves in the order of the backward pass."""
         step = self._step
         spec = step.loss.gradient_spec(state)
         spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
@@ -167,12 +168,6 @@ class Inspection:
         return sorted(places, key=places.__getitem__)
 
 
-def _flagged(tree: PyTree) -> dict[str, jax.Array]:
-    """Return path -> bool [n]: the rows of each floating-point leaf that are not finite."""
-    leaves = [(path_of(path), x) for path, x in jax.tree.leaves_with_path(tree)]
-    return {path: _by_place(~jnp.isfinite(x)) for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
-
-
 def _by_place(flags: jax.Array) -> jax.Array:
     return flags.reshape(flags.shape[0] if flags.ndim else 1, -1).any(axis=1)
 
@@ -184,7 +179,6 @@ def _bad(flags: dict[str, NDArray[Any]], order: Sequence[str] | None = None) -> 
 
 
 def _readers(batch: Batch, rows: set[int]) -> tuple[int, ...]:
-    """Return the processes whose devices hold these rows of a batch."""
     leaf = jax.tree.leaves(batch)[0]
     if not rows or not isinstance(leaf, jax.Array):
         return (0,) if rows else ()

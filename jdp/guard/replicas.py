@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jdp.base.formatting import listed
 from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.core.cluster.agreement import processes_of
@@ -77,11 +78,12 @@ class Fingerprints:
     def differences(self) -> list[Difference]:
         """Wait for the fingerprints, and return the leaves whose copies differ."""
         values: Table = np.asarray(jax.device_get(self.values))
-        return [
-            self._difference(leaf, part, values[:, leaf])
-            for leaf in range(len(self.paths))
-            for part in _parts_that_differ(self.parts[:, leaf], values[:, leaf])
-        ]
+        found: list[Difference] = []
+        for leaf, (parts, own) in enumerate(zip(self.parts.T, values.T, strict=True)):
+            one = np.zeros(parts.max() + 1, own.dtype)
+            one[parts] = own
+            found += [self._difference(leaf, part, own) for part in np.unique(parts[one[parts] != own]).tolist()]
+        return found
 
     def _difference(self, leaf: int, part: int, values: Table) -> Difference:
         holders = np.flatnonzero(self.parts[:, leaf] == part)
@@ -152,10 +154,10 @@ def raise_for(differences: Sequence[Difference], what: str) -> None:
 
 def in_words(differences: Sequence[Difference]) -> str:
     """Return "device 3 (…) differs from device 0 (…) in params/kernel"."""
-    first = differences[0]
+    first, leaves = differences[0], listed(dict.fromkeys(difference.path for difference in differences), SHOWN)
     if first.agreeing:
-        return f"{_named(first.devices)} differs from {_named(first.agreeing)} in {_leaves(differences)}"
-    return f"{_named(first.devices)} differ from one another in {_leaves(differences)}, one of them is wrong"
+        return f"{_named(first.devices)} differs from {_named(first.agreeing)} in {leaves}"
+    return f"{_named(first.devices)} differ from one another in {leaves}, one of them is wrong"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,13 +167,6 @@ def _parts(sharding: NamedSharding, shape: tuple[int, ...]) -> Table:
     numbers: dict[str, int] = {}
     devices = np.asarray(sharding.mesh.devices).flat
     return np.array([numbers.setdefault(str(indices[device]), len(numbers)) for device in devices])
-
-
-def _parts_that_differ(parts: Table, values: Table) -> list[int]:
-    """Return the parts of a leaf whose copies differ."""
-    one = np.zeros(parts.max() + 1, values.dtype)
-    one[parts] = values
-    return np.unique(parts[one[parts] != values]).tolist()
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -212,24 +207,12 @@ def words_of(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, getattr(jnp, f"uint{bits}")).astype(jnp.uint32)
 
 
-def _leaves(differences: Sequence[Difference]) -> str:
-    paths = list(dict.fromkeys(difference.path for difference in differences))
-    more = f" and {len(paths) - SHOWN} more leaves" if len(paths) > SHOWN else ""
-    return ", ".join(paths[:SHOWN]) + more
-
-
 def _named(devices: Sequence[Device]) -> str:
     """Return "device 3 (cpu, number 1 of process 1)", or several."""
-    shown = [
-        f"device {device.id} ({device.device_kind}, number {_number(device)} of process {device.process_index})"
-        for device in devices[:SHOWN]
-    ]
+    shown: list[str] = []
+    for device in devices[:SHOWN]:
+        before = [each.process_index for each in jax.devices(device.platform) if each.id < device.id]
+        number = f"number {before.count(device.process_index)} of process {device.process_index}"
+        shown.append(f"device {device.id} ({device.device_kind}, {number})")
     more = f" and {len(devices) - SHOWN} more" if len(devices) > SHOWN else ""
-    return " and ".join(shown) + more if len(shown) < SHOWN else ", ".join(shown) + more
-
-
-def _number(device: Device) -> int:
-    """Return a device's index among those of its process."""
-    return [each.process_index for each in jax.devices(device.platform) if each.id < device.id].count(
-        device.process_index
-    )
+    return (" and " if len(shown) < SHOWN else ", ").join(shown) + more

@@ -89,7 +89,7 @@ class HostTimes:
         self._began = self._results = time.perf_counter()
 
     def after(self, done: int) -> str | None:
-        """Publish a window at its end."""
+        """Publish a window at its end; return a line if the straggler has changed for `AGAIN` windows."""
         if self._client is None or done % self._every or not self._steps:
             return None
         window, seconds = done // self._every, time.perf_counter() - self._began
@@ -99,24 +99,14 @@ class HostTimes:
         self.restart()
         if jax.process_index() or earlier[0] < 0:
             return None
-        late = self._published(earlier[0])
-        return self._changed(straggler(late, earlier[2]))
-
-    def _published(self, window: int) -> dict[int, float]:
-        """Return process -> its lateness in a window, if published."""
-        assert self._client is not None
-        return {
-            int(key.rpartition("/")[2]): late
+        late = {
+            int(key.rpartition("/")[2]): seconds
             for key, text in self._client.key_value_dir_get(_KEY)
-            for number, late, _ in json.loads(text)
-            if number == window
+            for number, seconds, _ in json.loads(text)
+            if number == earlier[0]
         }
-
-    def _changed(self, found: Straggler | None) -> str | None:
-        """Return a line if the straggler has changed for `AGAIN` windows."""
-        self.found = found
-        process = found.process if found else None
-        suspect, times = self._suspect
+        found = self.found = straggler(late, earlier[2])
+        process, (suspect, times) = found.process if found else None, self._suspect
         self._suspect = (process, times + 1 if process == suspect else 1)
         if process == self._named or self._suspect[1] < AGAIN:
             return None

@@ -1,4 +1,4 @@
-"""Goodput: the useful share of a run's time over all its visits, and where the rest went.
+"""Where the time of a run went: its goodput, the useful share of all time, and the parts of a step, in words.
 
 1. The time is from the start of the first process to the last event, including the time between visits.
 2. Useful time is that of evaluations and of steps, without their wait for data and without the steps that a crash lost
@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jdp.base.formatting import format_percent, format_seconds
@@ -67,10 +68,6 @@ class Account:
         share = f"goodput {format_percent(self.goodput)} of {format_seconds(self.total)}"
         return f"{share}; {where}" if where else share
 
-    def as_record(self) -> dict[str, Any]:
-        """Return the account as JSON."""
-        return asdict(self)
-
     def as_summary(self) -> dict[str, Any]:
         """Return the account for a run's summary."""
         return {"share": self.goodput, "seconds": self.total, "visits": self.visits, **self.parts}
@@ -98,10 +95,8 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account:
         time, seconds, step = event["time"], _seconds(event), event.get("step")
         match event["event"]:
             case "before":
-                known = {each.name: each.type for each in fields(Account)}
-                own = Account(
-                    **{name: value for name, value in event.items() if type(value).__name__ == known.get(name)}
-                )
+                kinds = {each.name: each.type for each in fields(Account)}
+                own = Account(**{key: value for key, value in event.items() if type(value).__name__ == kinds.get(key)})
                 continue
             case "nothing to do":
                 own = before
@@ -163,3 +158,136 @@ def _count_step(own: Account, step: int, seconds: float, data: float, durations:
 def _seconds(event: Mapping[str, Any], name: str = "seconds") -> float:
     value = event.get(name, 0.0)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
+
+
+# The time of a step, and on which process.
+
+_PARTS = {
+    "wait": "waiting for the devices",
+    "data": "waiting for data",
+    "dispatch": "starting the step (on GPUs it also waits there when the devices have enough to do)",
+    "host": "in Python between steps",
+}
+_DATA_SHARE, _HOST_SHARE, _BEHIND_SHARE, _LONG = 0.1, 0.25, 0.05, 3.0
+_FEWEST = 3
+_CAUSE_SHARE, _ONCE_SHARE = 0.1, 0.25
+
+
+def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, dict[str, float]], list[str]]:
+    """Return the medians of each process' steps in seconds, and sentences about the causes of slow steps.
+
+    Excluded are each process' first step, which compiles, and processes with few steps.
+    """
+    steps = {rank: [event for event in own if event["event"] == "step"][1:] for rank, own in events.items()}
+    medians: dict[int, dict[str, float]] = {}
+    for rank, own in steps.items():
+        if len(own) >= _FEWEST:  # the median duration, divided by each part's mean share
+            middle, total = statistics.median(map(_seconds, own)), sum(map(_seconds, own)) or 1.0
+            parts = {part: middle * sum(_seconds(step, part) for step in own) / total for part in _PARTS}
+            medians[rank] = {"seconds": middle, **parts}
+    if not medians:
+        return {}, []
+    first = min(medians)
+    own, seconds = medians[first], medians[first]["seconds"]
+    shares = ", ".join(f"{format_percent(own[part] / (seconds or 1.0))} {words}" for part, words in _PARTS.items())
+    overview = f"A step takes {format_seconds(seconds)} (median of {len(steps[first]):,}): {shares}."
+    costs = [cost.sentence for cost in _step_costs(medians) if cost.share > cost.least]
+    return medians, [overview, *costs, *_long_steps(steps[first])]
+
+
+def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | None:
+    """Return the largest cost of a run besides its steps' own work, and its share; None if no cost reaches a tenth.
+
+    The cost of the first start, which a longer run spreads over more steps, counts only without another cost.
+    """
+    if total.total <= 0 or not total.step_count:
+        return None
+    starts = total.start + total.restore + total.compile
+    once = starts / max(total.visits, 1)
+    steps = (total.steps + total.data) / total.total
+    costs = [(cost.share * steps, cost.cause) for cost in _step_costs(medians)] if medians else []
+    for seconds, words in (
+        (total.save, "saving: the loop waits {share} of the time for checkpoints"),
+        (total.eval, "evaluations: they take {share} of the time"),
+        (starts - once + total.lost + total.idle, "restarts: they take {share} of the time, with steps done again"),
+    ):
+        costs.append((seconds / total.total, words.format(share=format_percent(seconds / total.total))))
+    most, words = max(costs)
+    if most >= _CAUSE_SHARE:
+        return words
+    share = once / total.total
+    return f"starting: with compiling it takes {format_percent(share)} of the time" if share >= _ONCE_SHARE else None
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """A cause for which the devices wait in a step, on the process with the longest wait.
+
+    Attributes:
+        share: share of a step.
+        least: share from which it is reported.
+        cause: the cause in a line.
+        sentence: the cause and the fix.
+    """
+
+    share: float
+    least: float
+    cause: str
+    sentence: str
+
+
+def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[_Cost]:
+    costs: list[_Cost] = []
+    for part, least, waits, does in (
+        (
+            "data",
+            _DATA_SHARE,
+            "input: the devices wait up to {share} of a step for batches",
+            "waits for data {share} of its time: reading or decoding is too slow for the devices",
+        ),
+        (
+            "host",
+            _HOST_SHARE,
+            "python: the devices wait up to {share} of a step for Python between steps",
+            "spends {share} of its time in Python between steps: log, evaluate or save more rarely",
+        ),
+    ):
+        shares = {rank: own[part] / (own["seconds"] or 1.0) for rank, own in medians.items()}
+        rank = max(shares, key=shares.__getitem__)
+        share, most = format_percent(shares[rank]), f", most in process {rank}" if len(medians) > 1 else ""
+        who = f"Process {rank}" if len(medians) > 1 else "It"
+        costs.append(_Cost(shares[rank], least, waits.format(share=share) + most, f"{who} {does.format(share=share)}."))
+    return costs if (late := _holds_up(medians)) is None else [*costs, late]
+
+
+def _holds_up(medians: Mapping[int, Mapping[str, float]]) -> _Cost | None:
+    """Return the cost of a process whose host works much longer than the others before its devices can begin."""
+    own = {rank: one["data"] + one["dispatch"] + one["host"] for rank, one in medians.items()}
+    slowest = max(own, key=own.__getitem__)
+    others = [seconds for rank, seconds in own.items() if rank != slowest]
+    step = medians[slowest]
+    if not others or own[slowest] - statistics.median(others) <= _BEHIND_SHARE * (step["seconds"] or 1.0):
+        return None
+    usual = statistics.median(others)
+    share = (own[slowest] - usual - step["data"] - step["host"]) / (step["seconds"] or 1.0)  # these are counted already
+    return _Cost(
+        share,
+        -math.inf,
+        f"process {slowest}: the others wait {format_percent(share)} of a step for its host",
+        f"Process {slowest} holds the others up: before its devices can begin it works {format_seconds(own[slowest])} "
+        f"a step, the others {format_seconds(usual)}.",
+    )
+
+
+def _long_steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    middle = statistics.median(map(_seconds, steps))
+    long = [step for step in steps if _seconds(step) > _LONG * middle]
+    if not long or not middle:
+        return []
+    worst = max(long, key=_seconds)
+    part = max(_PARTS, key=lambda name: _seconds(worst, name))
+    were = "1 step was" if len(long) == 1 else f"{len(long):,} steps were"
+    return [
+        f"{were} more than {_LONG:.0f} times as long; the longest, step {worst.get('step')}, took "
+        f"{format_seconds(_seconds(worst))}, most of it {_PARTS[part]}."
+    ]

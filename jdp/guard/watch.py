@@ -15,9 +15,8 @@ from jdp.base.progress_file import note_progress
 from jdp.base.toml import cut
 from jdp.core.cluster.barrier import joined_as
 from jdp.core.cluster.initialize import is_lost_peer
-from jdp.guard.deadline import Deadline
+from jdp.guard.deadline import DEVICES, Deadline
 from jdp.guard.flight_recorder import FLIGHT, Flight
-from jdp.guard.who_is_behind import DEVICES
 
 ALIVE_SECONDS = 5.0
 """After this long without an event, the recorder notes that the process is alive."""
@@ -74,25 +73,24 @@ class Watch:
         else:
             self.deadline.says(_NEXT[part])
 
-    def step(self, step: int) -> dict[str, float]:
-        """Report the end of a step; return its seconds and their parts: data, dispatch, wait, host."""
+    def step(self, step: int) -> None:
+        """Report the end of a step: its seconds and their parts, data, dispatch, wait, host."""
         seconds = time.perf_counter() - self._start - self._aside
         parts = {"seconds": seconds, **self._parts, "host": max(seconds - sum(self._parts.values()), 0.0)}
         self.flight.event("step", step=step, **{name: round(value, 6) for name, value in parts.items()})
         self.deadline.step(step, "waiting for data")
         self._step, self._first = step, False
         self._restart()
-        return parts
 
     @contextlib.contextmanager
-    def during(self, doing: str, **values: Any) -> Generator[None]:
+    def during(self, doing: str) -> Generator[None]:
         """Report the work in `with`, such as "eval", "save", "restore"; its time does not count for the step."""
         start = time.perf_counter()
-        self.flight.event("begin", doing=doing, step=self._step, **values)
+        self.flight.event("begin", doing=doing, step=self._step)
         with self.deadline.during(_DOING.get(doing, doing)):
             yield
         now = time.perf_counter()
-        self.flight.event("end", doing=doing, step=self._step, seconds=round(now - start, 6), **values)
+        self.flight.event("end", doing=doing, step=self._step, seconds=round(now - start, 6))
         self._aside += now - start
         self._mark = now
 

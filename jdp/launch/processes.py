@@ -3,6 +3,8 @@
 `turn`, called repeatedly, forwards their output and notices which have ended. If one fails, the others are ended,
 because they would wait for it.
 
+Each learns its number in the cluster, and its devices, from its environment (`environments`).
+
 The processes end with this process, even after SIGKILL (Linux: PR_SET_PDEATHSIG). Each has its own process group: it
 gets Ctrl-C once, from this process, and its child programs end with it.
 """
@@ -20,6 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
+from jdp.base.errors import UserError
+from jdp.base.machine import cpu_only, listen, visible_gpus
+from jdp.base.progress_file import PROGRESS_FILE
+from jdp.core.cluster.schedulers import split_address
 from jdp.launch.output import Outputs, Stream
 
 POLL_SECONDS = 0.05
@@ -50,13 +56,20 @@ class Child:
         """How it ended, in words: "ended with exit code 3", "ended with signal 9 (SIGKILL)"."""
         if self.ended == math.inf:
             return "was killed"
-        by = f"exit code {self.status}" if self.status >= 0 else f"signal {-self.status} ({_name(-self.status)})"
-        return f"ended with {by}"
+        if self.status >= 0:
+            return f"ended with exit code {self.status}"
+        names = {number.value: number.name for number in signal.Signals}  # without real-time signals
+        return f"ended with signal {-self.status} ({names.get(-self.status, 'unknown')})"
 
     @property
     def aborted(self) -> bool:
         """True if it ended by SIGABRT, with which JAX ends a process whose peer died: never the cause itself."""
         return self.status == -signal.SIGABRT
+
+    @property
+    def patience(self) -> float:
+        """Seconds after its failure in which the others may exit by themselves."""
+        return SETTLE_SECONDS if self.aborted else ORDERLY_SECONDS if self.status in ORDERLY else 0.0
 
     @property
     def failed(self) -> bool:
@@ -118,7 +131,8 @@ class Processes:
             return False
         self._forward_output(POLL_SECONDS)
         now, alive = time.monotonic(), running(self.children)
-        if now >= _stop_at(self.children, alive) and not self.stopping:
+        failed = [child for child in self.children if child.failed]
+        if not self.stopping and any(now >= child.ended + child.patience for child in failed):
             self.stop()
         if now >= self._kill_at:
             _send_signal(signal.SIGKILL, alive)
@@ -138,7 +152,6 @@ class Processes:
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
     def _start(self, command: Sequence[str], rank: int, variables: dict[str, str], outputs: Outputs) -> Child:
-        """Start a process in its own process group, and register its pipes."""
         process = subprocess.Popen(
             ending_with_parent(command),
             env=variables,
@@ -183,36 +196,10 @@ def running(children: list[Child]) -> list[Child]:
     return [child for child in children if child.ended == math.inf]
 
 
-def _stop_at(children: list[Child], alive: list[Child]) -> float:
-    """Return when to end the running processes: at the first failure, or later if they may exit by themselves."""
-    failed = [child for child in children if child.failed]
-    if failed and all(map(_is_stopped, alive)):  # by SIGSTOP, for example: none will exit by itself
-        return 0.0
-    patience = [SETTLE_SECONDS if each.aborted else ORDERLY_SECONDS if each.status in ORDERLY else 0 for each in failed]
-    return min((child.ended + seconds for child, seconds in zip(failed, patience, strict=True)), default=math.inf)
-
-
-def _is_stopped(child: Child) -> bool:
-    """Return True for a process stopped by a signal such as Ctrl-Z (Linux)."""
-    try:
-        state = Path(f"/proc/{child.process.pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return state.rpartition(")")[2].split()[0] == "T"
-
-
 def _send_signal(number: int, children: list[Child]) -> None:
-    """Send a signal to the process group of each child."""
     for child in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, number)
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return "unknown"
 
 
 # Runs in each process before the program: it asks the kernel to kill the process when the parent dies. The parent may
@@ -232,3 +219,94 @@ def ending_with_parent(command: Sequence[str]) -> list[str]:
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid()), *command]
+
+
+# The environment of each process.
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, and this machine's number.
+
+    Attributes:
+        count: number of nodes.
+        rank: number of this node, from 0.
+        coordinator: "HOST:PORT" of process 0, which is on node 0.
+
+    Raises:
+        ValueError: the values contradict each other, or the coordinator is not an address.
+    """
+
+    count: int
+    rank: int
+    coordinator: str
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 0 <= self.rank < self.count:
+            raise UserError(
+                f"Nodes are numbered from 0 to --nodes - 1; given --node-rank {self.rank} of --nodes {self.count}. "
+                "Give each machine its own number."
+            )
+        split_address(self.coordinator)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The consecutive processes of a cluster on this machine."""
+
+    coordinator: str  # "HOST:PORT" at which process 0 will listen
+    processes: int  # number of processes on all machines
+    here: int  # number of processes on this machine
+    first: int = 0  # index of the first process on this machine
+
+    @property
+    def ranks(self) -> range:
+        """The indices of the processes of this machine."""
+        return range(self.first, self.first + self.here)
+
+
+def part_of(nodes: Nodes | None, processes: int) -> Part:
+    """Return this machine's part of an attempt; a single machine uses a free port."""
+    if nodes is not None:
+        return Part(nodes.coordinator, nodes.count * processes, processes, nodes.rank * processes)
+    with listen(LOOPBACK, 0) as server:
+        return Part(f"{LOOPBACK}:{server.getsockname()[1]}", processes, processes)
+
+
+def environments(
+    environment: Mapping[str, str], part: Part, devices: int | None, *, restarts: int, folder: Path
+) -> dict[int, dict[str, str]]:
+    """Return the environment of each process: its number, the coordinator's address, and its devices.
+
+    `restarts` is the number of previous attempts; the processes report their progress in `folder`.
+    """
+    shared = dict(environment) | {
+        "JDP_COORDINATOR": part.coordinator,
+        "JDP_NUM_PROCESSES": str(part.processes),
+        "JDP_RESTARTS": str(restarts),
+        "PYTHONUNBUFFERED": "1",
+    }
+    gpus = visible_gpus(environment)
+    if gpus:
+        own = [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in _split_gpus(gpus, part.here, devices)]
+    elif devices is not None:
+        own = [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}] * part.here
+    else:
+        own = [{"JAX_PLATFORMS": "cpu"} if cpu_only(environment) else {}] * part.here
+    return {
+        rank: shared | {"JDP_PROCESS_ID": str(rank), PROGRESS_FILE: str(folder / f"progress.{rank}")} | devices_of
+        for rank, devices_of in zip(part.ranks, own, strict=True)
+    }
+
+
+def _split_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[Sequence[str]]:
+    share = len(gpus) // processes if each is None else each
+    if share < 1 or share * processes > len(gpus):
+        raise UserError(
+            f"Every process needs its own GPUs: {processes} processes × {max(share, 1)} = "
+            f"{processes * max(share, 1)}, but there are {len(gpus)}. Start fewer, or set JAX_PLATFORMS=cpu to run on "
+            "virtual CPU devices."
+        )
+    return [gpus[rank * share : (rank + 1) * share] for rank in range(processes)]

@@ -2,33 +2,46 @@
 
 `launch` gives each process its rank through the environment (`jdp.initialize` reads it), starts them all, and watches
 them (`processes`). If one fails, the others are ended and the first failure is reported. All are then restarted if
-`restarts` allows it:
+`Restarts` allows it:
 
 - Not after an error that would repeat: a user's mistake (2), processes that do not match (78), the answer no (1),
   Ctrl-C.
 - At most `max_restarts` times.
 - Not a third time without a new checkpoint, if the program reports its progress.
 
-`jdp train` then resumes from its newest checkpoint. Each of several nodes has its own supervisor, and supervisors do
-not communicate: the processes of other nodes end because they lost a peer, and all wait for each other when they join
-again (`core.cluster.roll_call`).
+`jdp train` then resumes from its newest checkpoint. A second failure at a step proves nothing: a checkpoint written in
+the background is reported only with the next one, or after the run has resumed from it.
+
+Each of several nodes has its own supervisor, and supervisors do not communicate. The processes of other nodes end
+because they lost a peer, and all wait for each other when they join again (`core.cluster.roll_call`). A process that
+fails before all have joined fails only on its node. Such restarts go on for some minutes and are not counted.
 """
 
 import contextlib
-import fcntl
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from jdp.base.errors import UserError
-from jdp.base.progress_file import JOINED
+from jdp.base.progress_file import JOINED, read_progress
 from jdp.launch.output import Outputs, say
-from jdp.launch.process_environment import Nodes, environments, part_of
-from jdp.launch.processes import Child, Processes
-from jdp.launch.restarts import SOFTWARE_ERROR, Restarts
+from jdp.launch.processes import Child, Nodes, Processes, environments, part_of
+
+TRY_AGAIN, MISMATCH, SOFTWARE_ERROR, INTERRUPTED = 75, 78, 70, 130
+FINAL = (1, 2, MISMATCH, INTERRUPTED, -signal.SIGINT)
+"""Exit codes, or -n for signal n, after which a restart would fail again, or is not wanted."""
+
+IN_VAIN = 2
+"""Largest number of restarts in a row without progress."""
+
+PAUSE_SECONDS = 1.0
+UNCOUNTED_SECONDS = 300.0
+"""How long a node restarts processes that fail before all nodes have joined."""
 
 END_SECONDS = 60.0
 """How long a node whose processes have all ended with 0 waits for the other nodes to end."""
@@ -77,7 +90,8 @@ def launch(
     if max_restarts < 0:
         raise UserError(f"A number of restarts is 0 or more; given {max_restarts}. 0 means: end when one fails.")
     start, outputs = dict(os.environ if environment is None else environment), Outputs(clean_stdout, log_dir)
-    with temporary_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         restarts = Restarts(max_restarts, reports_progress, folder, several_nodes=nodes is not None)
         with recorded_signals() as signals:
             while True:
@@ -153,41 +167,53 @@ def recorded_signals() -> Generator[list[int]]:
             signal.signal(number, handler)
 
 
-PREFIX = "jdp-launch-"
-_LOCK = ".lock"
+@dataclass
+class Restarts:
+    """Counts the restarts, and compares the run's progress between them."""
+
+    most: int  # number of restarts allowed
+    reports_progress: bool  # True if a program without a report has made no progress
+    folder: Path  # in which the processes report their progress
+    several_nodes: bool = False  # True if there are other nodes
+    made: int = 0  # number of restarts so far
+    _until: float = field(default_factory=lambda: time.monotonic() + UNCOUNTED_SECONDS)
+    _before: int | None = field(default=None)
+    _in_vain: int = field(default=0)  # failures at `_before`, after the first
+    _crash_loop: bool = field(default=False)
+
+    def another(self, status: int) -> bool:
+        """Decide after a failure, and report the decision; True: restart."""
+        if self.most == 0 or status in FINAL:
+            return False
+        if self.several_nodes and not (self.folder / JOINED).exists():  # not all had joined
+            again = status != TRY_AGAIN and time.monotonic() < self._until  # a wait in vain has used up its time
+            if again:
+                say("it failed before all processes had joined: started again, which is not counted")
+                time.sleep(PAUSE_SECONDS)
+            return again
+        step = read_progress(self.folder)
+        known = self.reports_progress or step is not None
+        self._in_vain = self._in_vain + 1 if self.made and known and step == self._before else 0
+        if self._in_vain == IN_VAIN:
+            self._crash_loop = True
+            where = f"after checkpoint {step}" if step else "before its first checkpoint"
+            say(f"crash loop: failed {where} {IN_VAIN + 1} times in a row; not started again")
+            return False
+        if self.made >= self.most:
+            say(f"not started again: {self.most} restart{'s' * (self.most > 1)} of {self.most} made (--max-restarts)")
+            return False
+        self.made, self._before = self.made + 1, step
+        self._until = time.monotonic() + UNCOUNTED_SECONDS
+        (self.folder / JOINED).unlink(missing_ok=True)
+        say(f"restart {self.made} of {self.most}{whence(step)}")
+        return True
+
+    def exit_code(self, status: int) -> int:
+        """Return the exit code, given that of the process that failed first; a crash loop must not be tried again."""
+        code = 128 - status if status < 0 else status
+        return SOFTWARE_ERROR if self._crash_loop and code == TRY_AGAIN else code
 
 
-@contextlib.contextmanager
-def temporary_folder() -> Generator[Path]:
-    """Make a folder for this launcher's files; at the end remove it and the folders of killed launchers."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK}"):
-        _remove_unlocked(lock)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    fresh = folder / f"{_LOCK}.new"
-    with fresh.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        fresh.rename(folder / _LOCK)  # named only after it is locked: no launcher takes it for a killed launcher's
-        try:
-            yield folder
-        finally:
-            _remove(folder)
-
-
-def _remove_unlocked(lock: Path) -> None:
-    with contextlib.suppress(OSError):  # it is held, another user's, or gone
-        if lock.parent.is_symlink() or lock.parent.stat().st_uid != os.geteuid():
-            return
-        handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(lock.parent)
-        finally:
-            os.close(handle)
-
-
-def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        for pattern in ("*progress.*", JOINED, _LOCK):
-            for file in folder.glob(pattern):
-                file.unlink(missing_ok=True)
-        folder.rmdir()
+def whence(step: int | None) -> str:
+    """Return the step from which, or after which, a restart resumes, as the end of a sentence."""
+    return "" if step is None else f", from step {step}" if step else ", from the beginning"

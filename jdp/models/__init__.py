@@ -6,19 +6,16 @@ Configurations and sizes by name need no JAX; models and their functions are imp
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jdp.models.configs.gpt import GPTConfig
-from jdp.models.configs.mlp import MLPConfig
-from jdp.models.configs.resnet import ResNetConfig
-from jdp.models.configs.sizes import SIZES, ModelConfig
-from jdp.models.configs.vit import ViTConfig
+from jdp.models.configs import GPTConfig, MLPConfig, ModelConfig, ResNetConfig, ViTConfig
+from jdp.models.sizes import SIZES
 
 if TYPE_CHECKING:
+    from jdp.models.construction import build, parameter_count
+    from jdp.models.decode import generate
     from jdp.models.gpt import GPT
     from jdp.models.losses import classification_loss, linear_next_token_loss, next_token_loss
     from jdp.models.mlp import MLP
     from jdp.models.resnet import ResNet
-    from jdp.models.sampling import generate
-    from jdp.models.sizes import build, parameter_count
     from jdp.models.vit import ViT
 
 _HOMES = {
@@ -26,12 +23,12 @@ _HOMES = {
     "MLP": "mlp",
     "ResNet": "resnet",
     "ViT": "vit",
-    "build": "sizes",
+    "build": "construction",
     "classification_loss": "losses",
-    "generate": "sampling",
+    "generate": "decode",
     "linear_next_token_loss": "losses",
     "next_token_loss": "losses",
-    "parameter_count": "sizes",
+    "parameter_count": "construction",
 }
 __all__ = [
     "GPT",

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jdp.core.rematerialisation import ATTENTION
 from jdp.core.sharding.traced_mesh import is_traced_by_shard, traced_device, traced_model_axes, traced_shards
 from jdp.models.blockwise import Sight, attend_in_documents, block_size
-from jdp.models.checks import Attend, require
+from jdp.models.configs import Attend, require
 
 MODEL = "model"
 """The mesh axis of tensor parallelism (arXiv:1909.08053), which shards the heads."""

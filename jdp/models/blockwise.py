@@ -162,7 +162,6 @@ def _scores(
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """Merge the heads that share a key into the rows of one matrix."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 

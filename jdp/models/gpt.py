@@ -1,7 +1,7 @@
 """A decoder-only transformer; GPT-2 and Llama differ in fields of its configuration.
 
 An embedding; in each layer attention and feed-forward, with a norm before each and a residual addition after; a last
-norm and the logits. The configuration is in `jdp.models.configs.gpt`, the layers are in `jdp.models.transformer`, the
+norm and the logits. The configuration is in `jdp.models.configs`, the layers are in `jdp.models.transformer`, the
 loss in `jdp.models.losses`.
 
 Dtypes: the embedding table's dtype is the dtype of the activations and of the matrix products. Softmax, norms, rotary
@@ -18,18 +18,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdp.models.checks import require
-from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs import GPTConfig, require
 from jdp.models.losses import linear_next_token_loss
-from jdp.models.modules import Linear, LoRA, dropout, plus_to_each, product
-from jdp.models.transformer import (
-    LayerConfig,
-    RopeScaling,
-    Segments,
-    fold_range,
-    make_layers,
-    run_layers,
-)
+from jdp.models.modules import Linear, dropout, plus_to_each, product
+from jdp.models.transformer import LayerSpec, Segments, fold_range, make_layers, run_layers
 
 INIT_STD = 0.02
 
@@ -51,8 +43,9 @@ class GPT(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embed = Embedding(config, rngs=rngs)
-        layer = _layer(config)
-        self.layers = make_layers(layer, config.layers, rngs.params(), scan=bool(config.scan))
+        residual_std = INIT_STD / math.sqrt(2 * config.layers)  # two kernels a layer write to the residual stream
+        layer = LayerSpec(config, std=INIT_STD, residual_std=residual_std)
+        self.layers = make_layers(layer, rngs.params())
         self.final_norm = layer.make_norm()
         width, vocabulary = config.width, config.vocab_size
         self.head = None if config.tied else Linear(width, vocabulary, std=INIT_STD, bias=False, rngs=rngs)
@@ -139,35 +132,6 @@ class GPT(nnx.Module):
         if self.head is None:
             return product("...d,vd->...v", x, self.embed.tokens[...])
         return product("...d,dv->...v", x, self.head.kernel[...])
-
-
-def _layer(config: GPTConfig) -> LayerConfig:
-    """Return the configuration of one layer."""
-    low, high, scaling = config.rope_low_freq_factor, config.rope_high_freq_factor, None
-    if config.rope_factor is not None:
-        scaling = RopeScaling(config.rope_factor, low, high, config.rope_original_context)
-    return LayerConfig(
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.key_value_heads,
-        head_width=config.head_width,
-        hidden=config.hidden_width,
-        activation=config.activation,
-        norm=config.norm,
-        norm_eps=config.norm_eps,
-        bias=config.bias,
-        qkv_bias=config.qkv_bias,
-        qk_norm=config.qk_norm,
-        window=config.window,
-        dropout=config.dropout,
-        attention=config.attention,
-        causal=True,
-        rope_theta=config.rope_theta if config.positions == "rotary" else None,
-        rope_scaling=scaling,
-        std=INIT_STD,
-        residual_std=INIT_STD / math.sqrt(2 * config.layers),  # two kernels a layer write to the residual stream
-        lora=None if config.lora_rank is None else LoRA(config.lora_rank, config.lora_alpha, config.lora_targets),
-    )
 
 
 class Embedding(nnx.Module):

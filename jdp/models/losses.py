@@ -1,6 +1,5 @@
 """Cross-entropies as sums for `jdp.Loss` (a total and its weight), and ranks of labels for accuracies."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes, traced_shards
-from jdp.models.checks import require
+from jdp.models.configs import require
 from jdp.models.modules import product
 
 CHUNK_BYTES = 2**29
@@ -87,12 +86,8 @@ def linear_next_token_loss(
         return next_token_loss(product(_FORWARD[tied], features, head), targets, weights)
     weights, shards = weights.astype(jnp.float32), math.gcd(traced_shards(), batch)
 
-    def split(x: jax.Array) -> jax.Array:
-        """[batch, length, ...] -> [chunks, shards, batch / shards, length / chunks, ...], padded with zeros."""
-        x = jnp.pad(x, ((0, 0), (0, count * of_chunk - length), *((0, 0) for _ in x.shape[2:])))
-        return jnp.moveaxis(x.reshape(shards, batch // shards, count, of_chunk, *x.shape[2:]), 2, 0)
-
-    total: jax.Array = _chunked(tied, split(features), head, split(targets), split(weights))
+    split = [in_chunks(x, count, of_chunk, shards) for x in (features, targets, weights)]
+    total: jax.Array = _chunked(tied, split[0], head, *split[1:])
     return total, jnp.sum(weights)
 
 
@@ -106,10 +101,10 @@ def chunks(batch: int, length: int, vocabulary: int, chunk_bytes: int) -> tuple[
     return -(-length // of_chunk), of_chunk
 
 
-def in_chunks(x: jax.Array, count: int, of_chunk: int) -> jax.Array:
-    """Return [batch, length, ...] as [chunks, batch, positions of a chunk, ...], padded with zeros."""
+def in_chunks(x: jax.Array, count: int, of_chunk: int, shards: int) -> jax.Array:
+    """Return [batch, length, ...] as [chunks, shards, batch / shards, positions of a chunk, ...], padded with zeros."""
     x = jnp.pad(x, ((0, 0), (0, count * of_chunk - x.shape[1]), *((0, 0) for _ in x.shape[2:])))
-    return jnp.moveaxis(x.reshape(x.shape[0], count, of_chunk, *x.shape[2:]), 1, 0)
+    return jnp.moveaxis(x.reshape(shards, x.shape[0] // shards, count, of_chunk, *x.shape[2:]), 2, 0)
 
 
 def classification_loss(
@@ -151,25 +146,14 @@ class _Slopes(NamedTuple):
     head: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(tied: bool, features: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the total over chunks: features [chunks, shards, rows, positions, width], the others similar.
-
-    The head's gradient is summed over chunks separately for each shard of the batch, so devices sum it once.
-    """
-    table, vocabulary = _padded(head, tied)
-
-    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        x, its_targets, its_weights = chunk
-        nats, _ = _of_chunk(_within(_summed_in_float32(_FORWARD[tied], x, table), vocabulary), its_targets)
-        return total + jnp.sum(nats * its_weights), None
-
-    return jax.lax.scan(add, jnp.float32(0), (features, targets, weights))[0]
-
-
 def _chunked_forward(
     tied: bool, features: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, _Slopes]:
+    """Return the total over chunks, with its slopes: features [chunks, shards, rows, positions, width], others similar.
+
+    The head's gradient is summed over chunks separately for each shard of the batch, so devices sum it once. XLA
+    removes the slopes from a program that does not differentiate.
+    """
     table, vocabulary = _padded(head, tied)
 
     def add(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
@@ -177,7 +161,8 @@ def _chunked_forward(
         nats, slopes = _of_chunk(_within(_summed_in_float32(_FORWARD[tied], x, table), vocabulary), its_targets)
         slopes = (slopes * its_weights[..., None]).astype(x.dtype)
         of_features = _summed_in_float32(_TO_FEATURES[tied], slopes, table).astype(x.dtype)
-        of_head += _summed_in_float32(_TO_HEAD[tied], _by_shard(slopes), _by_shard(x))
+        by_shard = [y.reshape(y.shape[0], -1, y.shape[-1]) for y in (slopes, x)]  # contracting one dim is faster
+        of_head += _summed_in_float32(_TO_HEAD[tied], *by_shard)
         return (total + jnp.sum(nats * its_weights), of_head), (nats, of_features)
 
     zeros = jnp.zeros((features.shape[1], *table.shape), jnp.float32)
@@ -192,6 +177,7 @@ def _chunked_backward(tied: bool, slopes: _Slopes, cotangent: jax.Array) -> tupl
     return of_features, of_head, None, slopes.nats * cotangent
 
 
+_chunked = jax.custom_vjp(lambda *operands: _chunked_forward(*operands)[0], nondiff_argnums=(0,))
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
@@ -201,11 +187,6 @@ def _summed_in_float32(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     It names no product algorithm, because XLA:GPU would first copy both operands (3 ms of 75, on an H200).
     """
     return jnp.einsum(equation, x, y.astype(x.dtype), preferred_element_type=jnp.float32)
-
-
-def _by_shard(x: jax.Array) -> jax.Array:
-    """[shards, rows, positions, features] -> [shards, tokens, features]: contracting one dim is faster."""
-    return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
 def _of_chunk(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -296,18 +277,12 @@ def next_token_scores(
         chunk_bytes: most bytes of float32 logits on a device.
     """
     batch, length, _ = features.shape
-    vocabulary, equation = (head.shape[0], "...d,vd->...v") if tied else (head.shape[1], "...d,dv->...v")
-    count, of_chunk = chunks(batch, length, vocabulary, chunk_bytes)
+    count, of_chunk = chunks(batch, length, head.shape[0 if tied else 1], chunk_bytes)
 
     def score(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = product(equation, part[0], head)
+        logits = product(_FORWARD[tied], part[0], head)
         return nats(logits, part[1]), ranks(logits, part[1])
 
-    if count == 1:
-        return score((features, targets))
-
-    def join(x: Any) -> jax.Array:
-        return jnp.moveaxis(x, 0, 1).reshape(batch, count * of_chunk)[:, :length]
-
-    of_nats, of_ranks = jax.lax.map(score, tuple(in_chunks(x, count, of_chunk) for x in (features, targets)))
-    return join(of_nats), join(of_ranks)
+    scores = jax.lax.map(score, tuple(in_chunks(x, count, of_chunk, 1)[:, 0] for x in (features, targets)))
+    of_nats, of_ranks = (jnp.moveaxis(x, 0, 1).reshape(batch, count * of_chunk)[:, :length] for x in scores)
+    return of_nats, of_ranks

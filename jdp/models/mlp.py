@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdp.models.checks import require
-from jdp.models.configs.mlp import MLPConfig
+from jdp.models.configs import MLPConfig, require
 from jdp.models.modules import Linear, dropout
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -21,19 +21,10 @@ from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes, trac
 
 @dataclass(frozen=True)
 class LoRA:
-    """A low-rank update of a kernel: kernel + alpha / rank * lora_a @ lora_b (arXiv:2106.09685, section 4.1).
-
-    `targets` names the kernels of a layer with an update; None: all.
-    """
+    """A low-rank update of a kernel: kernel + alpha / rank * lora_a @ lora_b (arXiv:2106.09685, section 4.1)."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...] | None = None
-
-    @property
-    def scale(self) -> float:
-        """Factor of the update: alpha / rank."""
-        return self.alpha / self.rank
 
 
 class Linear(nnx.Module):
@@ -80,7 +71,7 @@ class Linear(nnx.Module):
         y = rows @ self.kernel[...].astype(x.dtype)
         if self.lora is not None and self.lora_a is not None and self.lora_b is not None:
             low = rows @ self.lora_a[...].astype(x.dtype)
-            y = y + self.lora.scale * (low @ self.lora_b[...].astype(x.dtype))
+            y = y + self.lora.alpha / self.lora.rank * (low @ self.lora_b[...].astype(x.dtype))
         return self.plus_bias(y).reshape(*x.shape[:-1], y.shape[-1])
 
     def plus_bias(self, y: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Residual networks (He et al. 2015, arXiv:1512.03385), which classify images.
 
 The file has the network (stem, at most four stages of residual blocks, the mean over positions, logits), then the
-blocks. The configuration is in `jdp.models.configs.resnet`. Parameters and statistics are named `stem/conv/kernel`,
+blocks. The configuration is in `jdp.models.configs`. Parameters and statistics are named `stem/conv/kernel`,
 `stem/norm/mean`, `stages/0/blocks/0/conv1/kernel`, `stages/1/blocks/0/shortcut/norm/scale`, `head/bias`.
 
 The 3 x 3 convolution of a bottleneck has the stride, not the 1 x 1 before it ("v1.5": Goyal et al. 2017,
@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdp.models.checks import require, require_images
-from jdp.models.configs.resnet import EXPANSION, ResNetConfig
+from jdp.models.configs import EXPANSION, ResNetConfig, require, require_images
 from jdp.models.modules import Classifier
 
 
@@ -147,10 +146,9 @@ class Stage(nnx.Module):
     def __init__(
         self, config: ResNetConfig, channels: int, width: int, count: int, *, stride: int, rngs: nnx.Rngs
     ) -> None:
-        blocks: list[Basic | Bottleneck] = []
-        kind = Basic if config.block == "basic" else Bottleneck
+        blocks: list[Block] = []
         for i in range(count):
-            blocks.append(kind(config, channels, width, stride if i == 0 else 1, rngs=rngs))
+            blocks.append(Block(config, channels, width, stride if i == 0 else 1, rngs=rngs))
             channels = blocks[-1].channels
         self.blocks = nnx.List(blocks)
         self.channels = channels
@@ -161,40 +159,31 @@ class Stage(nnx.Module):
         return x
 
 
-class Basic(nnx.Module):
-    """Two 3 x 3 convolutions beside a shortcut."""
+class Block(nnx.Module):
+    """Convolutions `conv1`, `conv2`, … with their norms, beside a shortcut.
+
+    Basic: two 3 x 3. Bottleneck: a 1 x 1 to fewer channels, a 3 x 3, a 1 x 1 to four times as many.
+    """
 
     def __init__(self, config: ResNetConfig, channels: int, width: int, stride: int, *, rngs: nnx.Rngs) -> None:
-        self.channels = width
-        self.conv1 = _conv(channels, width, 3, stride, rngs=rngs)
-        self.norm1 = _norm(config, width, rngs=rngs)
-        self.conv2 = _conv(width, width, 3, 1, rngs=rngs)
-        self.norm2 = _norm(config, width, is_last=True, rngs=rngs)
-        self.shortcut = Shortcut.of(config, channels, width, stride, rngs=rngs)
+        self.channels, shapes = width, [(width, 3, stride), (width, 3, 1)]
+        if config.block == "bottleneck":
+            self.channels = EXPANSION * width
+            shapes = [(width, 1, 1), (width, 3, stride), (self.channels, 1, 1)]
+        self.count, inputs = len(shapes), channels
+        for number, (outputs, size, step) in enumerate(shapes, 1):
+            setattr(self, f"conv{number}", _conv(inputs, outputs, size, step, rngs=rngs))
+            is_last = number == self.count
+            setattr(self, f"norm{number}", _norm(config, outputs, is_last=is_last, rngs=rngs))
+            inputs = outputs
+        keeps_shape = stride == 1 and channels == self.channels
+        self.shortcut = None if keeps_shape else Shortcut(config, channels, self.channels, stride, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        y = jax.nn.relu(self.norm1(self.conv1(x), mask=mask))
-        y = self.norm2(self.conv2(y), mask=mask)
-        return jax.nn.relu(y + (x if self.shortcut is None else self.shortcut(x, mask)))
-
-
-class Bottleneck(nnx.Module):
-    """A 1 x 1 convolution to fewer channels, a 3 x 3, a 1 x 1 to four times as many; and a shortcut."""
-
-    def __init__(self, config: ResNetConfig, channels: int, width: int, stride: int, *, rngs: nnx.Rngs) -> None:
-        self.channels = EXPANSION * width
-        self.conv1 = _conv(channels, width, 1, 1, rngs=rngs)
-        self.norm1 = _norm(config, width, rngs=rngs)
-        self.conv2 = _conv(width, width, 3, stride, rngs=rngs)
-        self.norm2 = _norm(config, width, rngs=rngs)
-        self.conv3 = _conv(width, self.channels, 1, 1, rngs=rngs)
-        self.norm3 = _norm(config, self.channels, is_last=True, rngs=rngs)
-        self.shortcut = Shortcut.of(config, channels, self.channels, stride, rngs=rngs)
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        y = jax.nn.relu(self.norm1(self.conv1(x), mask=mask))
-        y = jax.nn.relu(self.norm2(self.conv2(y), mask=mask))
-        y = self.norm3(self.conv3(y), mask=mask)
+        y = x
+        for number in range(1, self.count + 1):
+            y = getattr(self, f"norm{number}")(getattr(self, f"conv{number}")(y), mask=mask)
+            y = y if number == self.count else jax.nn.relu(y)
         return jax.nn.relu(y + (x if self.shortcut is None else self.shortcut(x, mask)))
 
 
@@ -204,11 +193,6 @@ class Shortcut(nnx.Module):
     def __init__(self, config: ResNetConfig, channels: int, outputs: int, stride: int, *, rngs: nnx.Rngs) -> None:
         self.conv = _conv(channels, outputs, 1, stride, rngs=rngs)
         self.norm = _norm(config, outputs, rngs=rngs)
-
-    @classmethod
-    def of(cls, config: ResNetConfig, channels: int, outputs: int, stride: int, *, rngs: nnx.Rngs) -> "Shortcut | None":
-        """Return None if the block keeps the shape: the shortcut is then the identity."""
-        return cls(config, channels, outputs, stride, rngs=rngs) if stride > 1 or channels != outputs else None
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         return self.norm(self.conv(x), mask=mask)

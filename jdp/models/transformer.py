@@ -19,69 +19,32 @@ from jdp.core.layers import looped
 from jdp.core.rematerialisation import ATTENTION
 from jdp.core.sharding.traced_mesh import traced_device
 from jdp.models.attention import attend
-from jdp.models.checks import Activation, Attend, NormKind, Remat, Scan
+from jdp.models.configs import GPTConfig, Remat, Scan
 from jdp.models.modules import Linear, LoRA, Norm, dropout, mapped
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Rotary frequencies for a longer context, as in Llama 3.1 (meta-llama/llama-models, `apply_scaling`).
+class LayerSpec:
+    """A GPT's layer by the fields of its configuration, or a layer of another model, which differs in these."""
 
-    A frequency with fewer than `low_freq_factor` rotations in `original_context` tokens is divided by `factor`. With
-    more than `high_freq_factor` rotations it stays; in between, the two are interpolated linearly.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-    def scaled(self, frequencies: np.ndarray) -> np.ndarray:
-        """Return the scaled frequencies, in radians per position; input and result are float64."""
-        turns = self.original_context * frequencies / (2 * math.pi)
-        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
-
-
-@dataclass(frozen=True)
-class LayerConfig:
-    """Shape and choices of one layer, with every default resolved. A model's configuration builds and checks it.
-
-    Names are as in `GPTConfig`; `hidden` is its `mlp_width`.
-    """
-
-    width: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    hidden: int
-    activation: Activation
-    norm: NormKind
-    norm_eps: float
-    bias: bool
-    dropout: float
-    attention: Attend
-    causal: bool
-    rope_theta: float | None = None  # None: no rotation of queries and keys
-    rope_scaling: RopeScaling | None = None  # None: no scaling
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    window: int | None = None
+    config: GPTConfig
+    causal: bool = True
     std: float | None = None  # of kernels; None: Glorot's, by shape
     residual_std: float | None = None  # of the two kernels that write to the residual stream
-    lora: LoRA | None = None
 
     def make_norm(self, width: int | None = None) -> Norm:
         """Return a new norm of the residual stream, or with a width an RMS norm of heads."""
-        centered = self.norm == "layer" and width is None
-        return Norm(width or self.width, center=centered, bias=self.bias and centered, eps=self.norm_eps)
+        config = self.config
+        centered = config.norm == "layer" and width is None
+        return Norm(width or config.width, center=centered, bias=config.bias and centered, eps=config.norm_eps)
 
     def linear(self, name: str, features_in: int, features_out: int, *, bias: bool = False, rngs: nnx.Rngs) -> Linear:
         """Return a new linear map; by name, "output" and "down" write to the residual stream."""
+        config, lora = self.config, None
         std = self.residual_std if name in ("output", "down") else self.std
-        lora = self.lora
-        lora = lora if lora is None or lora.targets is None or name in lora.targets else None
-        return Linear(features_in, features_out, std=std, bias=self.bias or bias, lora=lora, rngs=rngs)
+        if config.lora_rank is not None and (config.lora_targets is None or name in config.lora_targets):
+            lora = LoRA(config.lora_rank, config.lora_alpha)
+        return Linear(features_in, features_out, std=std, bias=config.bias or bias, lora=lora, rngs=rngs)
 
 
 class Segments(NamedTuple):
@@ -103,12 +66,12 @@ class Segments(NamedTuple):
 class Layer(nnx.Module):
     """Pre-norm transformer layer: [batch, length, width] -> [batch, length, width]."""
 
-    def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = config.make_norm()
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = config.make_norm()
-        self.mlp = FeedForward(config, rngs=rngs)
-        self.dropout = config.dropout
+    def __init__(self, spec: LayerSpec, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = spec.make_norm()
+        self.attention = Attention(spec, rngs=rngs)
+        self.mlp_norm = spec.make_norm()
+        self.mlp = FeedForward(spec, rngs=rngs)
+        self.dropout = spec.config.dropout
 
     def __call__(self, x: jax.Array, key: jax.Array | None, segments: Segments | None = None) -> jax.Array:
         return self.after_attention(x, self.attention(self.attention_norm(x), segments), key)
@@ -122,15 +85,16 @@ class Layer(nnx.Module):
 class Attention(nnx.Module):
     """Self-attention (arXiv:1706.03762) with grouped key and value heads, on [batch, length, width]."""
 
-    def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
-        width, size, bias = config.width, config.head_width, config.qkv_bias
-        self.config = config
-        self.query = config.linear("query", width, config.heads * size, bias=bias, rngs=rngs)
-        self.key = config.linear("key", width, config.kv_heads * size, bias=bias, rngs=rngs)
-        self.value = config.linear("value", width, config.kv_heads * size, bias=bias, rngs=rngs)
-        self.output = config.linear("output", config.heads * size, width, rngs=rngs)
-        self.query_norm = config.make_norm(size) if config.qk_norm else None
-        self.key_norm = config.make_norm(size) if config.qk_norm else None
+    def __init__(self, spec: LayerSpec, *, rngs: nnx.Rngs) -> None:
+        self.config, self.causal = spec.config, spec.causal
+        width, size, bias = self.config.width, self.config.head_width, self.config.qkv_bias
+        kv_width = self.config.key_value_heads * size
+        self.query = spec.linear("query", width, self.config.heads * size, bias=bias, rngs=rngs)
+        self.key = spec.linear("key", width, kv_width, bias=bias, rngs=rngs)
+        self.value = spec.linear("value", width, kv_width, bias=bias, rngs=rngs)
+        self.output = spec.linear("output", self.config.heads * size, width, rngs=rngs)
+        self.query_norm = spec.make_norm(size) if self.config.qk_norm else None
+        self.key_norm = spec.make_norm(size) if self.config.qk_norm else None
 
     def __call__(self, x: jax.Array, segments: Segments | None = None) -> jax.Array:
         query, key, value = self.heads(x, None if segments is None else segments.position)
@@ -144,8 +108,9 @@ class Attention(nnx.Module):
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if (theta := self.config.rope_theta) is not None:
-            query, key = (rotate(x, theta, position, self.config.rope_scaling) for x in (query, key))
+        if self.config.positions == "rotary":
+            frequencies = rope_frequencies(self.config)
+            query, key = (rotate(x, frequencies, position) for x in (query, key))
         if self.query_norm is None:  # the backward pass of a norm reads the projections, which are then kept
             query, key, value = (checkpoint_name(x, ATTENTION) for x in (query, key, value))
         return query, key, value
@@ -153,7 +118,7 @@ class Attention(nnx.Module):
     def mix(self, query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array | None) -> jax.Array:
         """Return attention of these heads, mapped to [batch, length, width]; `run` as for `attend`."""
         config = self.config
-        mixed = attend(query, key, value, causal=config.causal, window=config.window, run=run, by=config.attention)
+        mixed = attend(query, key, value, causal=self.causal, window=config.window, run=run, by=config.attention)
         return checkpoint_name(self.output(mixed.reshape(*mixed.shape[:2], -1)), ATTENTION)
 
 
@@ -163,12 +128,12 @@ class FeedForward(nnx.Module):
     gelu is GPT-2's tanh form; `gelu_exact` uses the error function (arXiv:1606.08415).
     """
 
-    def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
-        self.up = config.linear("up", config.width, config.hidden, rngs=rngs)
-        gated = config.activation == "swiglu"
-        self.gate = config.linear("gate", config.width, config.hidden, rngs=rngs) if gated else None
-        self.down = config.linear("down", config.hidden, config.width, rngs=rngs)
-        self.activation = config.activation
+    def __init__(self, spec: LayerSpec, *, rngs: nnx.Rngs) -> None:
+        width, hidden = spec.config.width, spec.config.hidden_width
+        self.up = spec.linear("up", width, hidden, rngs=rngs)
+        self.gate = spec.linear("gate", width, hidden, rngs=rngs) if spec.config.gated else None
+        self.down = spec.linear("down", hidden, width, rngs=rngs)
+        self.activation = spec.config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.gate is None:
@@ -186,10 +151,24 @@ def _gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
 
 
-def rotate(
-    x: jax.Array, theta: float, position: jax.Array | None = None, scaling: RopeScaling | None = None
-) -> jax.Array:
-    """Rotate each pair (x[i], x[i + D/2]) of a head by position * theta^(-2i/D) radians (arXiv:2104.09864, eq. 34).
+def rope_frequencies(config: GPTConfig) -> np.ndarray:
+    """Return the rotary frequencies, theta^(-2i/D) radians per position: float64 [D/2].
+
+    For a longer context they are scaled as in Llama 3.1 (meta-llama/llama-models, `apply_scaling`). A frequency with
+    fewer than `low` rotations in the original context is divided by the factor. With more than `high` rotations it
+    stays; in between, the two are interpolated linearly.
+    """
+    frequencies = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
+    if config.rope_factor is None:
+        return frequencies
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_context * frequencies / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / config.rope_factor)
+
+
+def rotate(x: jax.Array, frequencies: np.ndarray, position: jax.Array | None = None) -> jax.Array:
+    """Rotate each pair (x[i], x[i + D/2]) of a head by position * frequencies[i] radians (arXiv:2104.09864, eq. 34).
 
     The pairing is that of GPT-NeoX and of Llama in Hugging Face's layout. Meta's files pair neighbours instead, with
     permuted columns of the query and key kernels.
@@ -197,9 +176,7 @@ def rotate(
     x is [batch, length, heads, D], D even; angles and products are float32, the result has x's dtype. `position` is
     [batch, length] integers; None: 0, 1, 2, ... in every row.
     """
-    size = x.shape[-1]
-    frequencies = theta ** (-np.arange(0, size, 2) / size)
-    frequencies = np.float32(frequencies if scaling is None else scaling.scaled(frequencies))
+    frequencies = frequencies.astype(np.float32)
     if position is None and traced_device().platform == "cpu":
         # constants: XLA:CPU would compute cosine and sine for every row and head
         angles = np.arange(x.shape[1], dtype=np.float32)[:, None, None] * frequencies
@@ -212,16 +189,14 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def make_layers(config: LayerConfig, count: int, key: jax.Array, *, scan: bool) -> Layer | nnx.List[Layer]:
+def make_layers(spec: LayerSpec, key: jax.Array) -> Layer | nnx.List[Layer]:
     """Return all layers, stacked or as a list, with equal values: layer i's depend on (key, i) only."""
 
     def make(key: jax.Array) -> Layer:
-        return Layer(config, rngs=nnx.Rngs(key))
+        return Layer(spec, rngs=nnx.Rngs(key))
 
-    keys = fold_range(key, count)
-    if scan:
-        return jax.vmap(make)(keys)
-    return nnx.List([make(keys[i]) for i in range(count)])
+    keys = fold_range(key, spec.config.layers)
+    return jax.vmap(make)(keys) if spec.config.scan else nnx.List([make(each) for each in keys])
 
 
 def run_layers(

@@ -1,7 +1,7 @@
 """Vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929): classifies images cut into patches.
 
 The file has the model (patches, positions, layers, a last norm, one vector for the image, logits), then the embedding.
-The configuration is in `jdp.models.configs.vit`; layers are those of the GPT, without the causal mask and rotary
+The configuration is in `jdp.models.configs`; layers are those of the GPT, without the causal mask and rotary
 positions.
 
 Dtypes: the patch kernel's dtype is that of activations and products. Softmax, norms and logits are float32.
@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdp.models.checks import require_images
-from jdp.models.configs.vit import ViTConfig
+from jdp.models.configs import GPTConfig, ViTConfig, require_images
 from jdp.models.modules import Classifier, Linear, dropout, plus_to_each
-from jdp.models.transformer import LayerConfig, fold_range, make_layers, run_layers
+from jdp.models.transformer import LayerSpec, fold_range, make_layers, run_layers
 
 POSITION_STD = 0.02
 
@@ -42,8 +41,24 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embed = PatchEmbedding(config, rngs=rngs)
-        layer = _layer(config)
-        self.layers = make_layers(layer, config.layers, rngs.params(), scan=bool(config.scan))
+        like_gpt = GPTConfig(
+            vocab_size=config.classes,
+            context=config.length,
+            layers=config.layers,
+            width=config.width,
+            heads=config.heads,
+            mlp_width=config.mlp_width,
+            positions="learned",
+            activation="gelu",
+            norm="layer",
+            norm_eps=config.norm_eps,
+            bias=True,
+            dropout=config.dropout,
+            scan=config.scan,
+            attention=config.attention,
+        )
+        layer = LayerSpec(like_gpt, causal=False)
+        self.layers = make_layers(layer, rngs.params())
         self.final_norm = layer.make_norm()
         self.head = Classifier(config.width, config.classes, std=0.0, rngs=rngs)
 
@@ -71,24 +86,6 @@ class ViT(nnx.Module):
         if config.pool == "token":
             return self.head(x[:, 0])
         return self.head(jnp.mean(x, axis=1, dtype=jnp.float32).astype(x.dtype))
-
-
-def _layer(config: ViTConfig) -> LayerConfig:
-    """Return the configuration of one layer."""
-    return LayerConfig(
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.heads,
-        head_width=config.width // config.heads,
-        hidden=4 * config.width if config.mlp_width is None else config.mlp_width,
-        activation="gelu",
-        norm="layer",
-        norm_eps=config.norm_eps,
-        bias=True,
-        dropout=config.dropout,
-        attention=config.attention,
-        causal=False,
-    )
 
 
 class PatchEmbedding(nnx.Module):

@@ -2,33 +2,32 @@
 
 A run on other devices, or in microbatches, adds the same terms in another order. That leaves a relative error of about
 √n · u in a sum of n terms (u the unit roundoff; Higham and Mary 2019, doi:10.1137/18M1226312). Its effect depends on
-the training. Adam divides a gradient by its own size, so an element whose terms cancel may change sign; a deep model
-amplifies; ten steps add up. No closed form covers that, so the bound is measured. *Shadows* are reference runs whose
-weights w (before the loss) and gradients g (before clipping) are moved at every step by
+the training. Adam divides a gradient by its own size, so an element whose terms cancel may change sign; deep models and
+many steps amplify errors. No closed form covers this, so the bound is measured. *Shadows* are reference runs whose
+weights w (before the loss) and gradients g (before clipping) are changed at every step by
 
     ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`)
 
 This is several times the error of correct runs. Over all elements of a small GPT, a gradient's error was at most 3 u
-in bf16 and 13 u in fp32 (n = 1024) of that size. The noise must be larger because an error that changes a sign does
-not grow with it: the shadows have to change every sign that a run may change. The signs of the noise are random by
-element and constant over the steps, and shadows come in pairs of opposite signs. So an element's deviation is its own
-sensitivity times a known error, not a random number that happens to be small. If the error changes a sign, one of the
-two shows it.
+in bf16 and 13 u in fp32 (n = 1024) of that size. The noise must be larger, because the shadows have to change every
+sign that a run may change. The signs of the noise are random by element and constant over the steps, and shadows come
+in pairs of opposite signs. So an element's deviation is its sensitivity times a known error, not a random number that
+happens to be small. If the error changes a sign, one shadow of the pair shows it.
 
-With `widest[i]` the largest deviation of element i from the reference, over all shadows and the steps so far, two runs
-are equal at a step where for every element
+Let `widest[i]` be the largest deviation of element i from the reference, over all shadows and the steps so far. Two
+runs are equal at a step if for every element
 
     |difference[i]|  ≤  MARGIN · (widest[i] + mean of widest over the leaf) + ULPS · eps · |reference[i]|
 
-Here eps is the spacing of the leaf's dtype at 1. Loss, weight and gradient norm are sums in fp32: for them the fp32
-value of a takes the place of ULPS · eps. Integers and keys must be equal; two NaN count as equal.
+Here eps is the spacing of the leaf's dtype at 1. Loss, weight and gradient norm are sums in fp32: their bounds have the
+fp32 value of a in place of ULPS · eps. Integers and keys must be equal; two NaN count as equal.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -41,25 +40,23 @@ from jdp.core.state import TrainState
 from jdp.core.types import Batch, Metrics
 
 FACTOR = {"fp32": 128.0, "bf16": 16.0}
-"""Least noise of the shadows in units of u. fp32: 2√n for n = 4096; a larger batch has more. bf16: products are summed
-in fp32 and rounded to bf16 between operations, so this is a number of roundings in a row."""
+"""Least noise of the shadows in units of u. fp32: 2√n for n = 4096; a larger batch has more. bf16: the number of
+successive roundings, because products are summed in fp32 and rounded to bf16 between operations."""
 MARGIN = 4.0
-"""Bound over the shadows' largest deviation: after ten chaotic steps a run is a fifth random draw beside the four."""
+"""Bound / largest deviation of the shadows: after ten chaotic steps a run is a random draw, as the four shadows are."""
 ULPS = 8.0
-"""Roundings of the update itself. The shadows share them with the reference, so they do not show them."""
+"""Roundings of the update itself, which are the same in the shadows and the reference."""
 PAIRS = 2
 """Pairs of shadows."""
 METRICS = ("weight", "loss", "grad_norm")
 """The metrics of a step that are compared."""
-BEFORE_GRADIENTS = ("weight", "loss")
-"""Metrics that precede any gradient: if one of them differs, it is reported, whatever differs after it."""
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Closest:
-    """The element of a run that comes closest to its bound, or goes farthest beyond it."""
+    """The element of a run with the largest ratio of difference to bound."""
 
     step: int = 0  # optimizer steps done; 0 is the state before the first
     leaf: str = ""  # "loss", "weight", "grad_norm", or the path of a leaf of the state, such as "params/embed/tokens"
@@ -80,9 +77,8 @@ def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Arr
 
 def noise_amplitude(precision: Precision, batch: Batch) -> float:
     """Return the shadows' relative noise a = FACTOR · u, with u of the coarsest dtype of computation or sums."""
-    if "bf16" in (precision.compute, precision.reduce):
-        return max(FACTOR["bf16"] * 2.0**-9, sum_noise(batch))
-    return sum_noise(batch)
+    is_coarse = "bf16" in (precision.compute, precision.reduce)
+    return max(is_coarse * FACTOR["bf16"] * 2.0**-9, sum_noise(batch))
 
 
 def sum_noise(batch: Batch) -> float:
@@ -123,49 +119,29 @@ class Record:
     def compare(self, step: int, values: Mapping[str, Array]) -> Closest:
         """Compare a run with the reference after `step` steps."""
         closest = {name: self._closest(step, name, x) for name, x in values.items()}
-        beyond = sum(each.ratio > 1 for each in closest.values())
-        early = [closest[name] for name in BEFORE_GRADIENTS if name in closest and closest[name].ratio > 1]
-        # "grad_norm" says less than the leaf whose gradient it is.
-        leaves = [each for each in closest.values() if each.leaf not in METRICS]
-        worst = early[0] if early else max(leaves, key=lambda element: element.ratio)
-        if not early and worst.ratio <= 1:
-            worst = max(closest.values(), key=lambda element: element.ratio)
-        return Closest(step, worst.leaf, worst.difference, worst.bound, worst.ratio, beyond)
+        # Weight and loss precede the gradients. The norm tells less than the leaf with the wrong gradient.
+        rank = {"weight": 3, "loss": 2, "grad_norm": 0}
+        worst = max(closest.values(), key=lambda each: (rank.get(each.leaf, 1) * (each.ratio > 1), each.ratio))
+        return replace(worst, beyond=sum(each.ratio > 1 for each in closest.values()))
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each thing that this record cannot prove."""
-        notes: list[str] = []
         losses = [float(values["loss"]) for values in self.values[1:]]
         if bad := [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
-            notes.append(f"the reference's own loss is not finite at step {bad[0]}: later steps prove little")
-        infinite = [
-            step for step, bounds in enumerate(self.widest) if not all(np.isfinite(x).all() for x in bounds.values())
-        ]
-        if infinite and not bad:
-            notes.append(f"from step {infinite[0]} on, rounding alone makes values infinite or NaN: any value passes")
-        weak = list[str]()  # parameters whose bound is large against what they have moved, at every step
-        names = [name for name in self.values[0] if name.startswith("params/")]
-        for name in names:
-            first, later = self.values[0][name].astype(np.float32), zip(self.widest[1:], self.values[1:], strict=True)
-            steps = ((bounds[name].mean(), np.abs(values[name].astype(np.float32) - first)) for bounds, values in later)
-            if all(10 * bound > moved.mean() or not moved.any() for bound, moved in steps):
-                weak.append(name)
-        if weak:
-            notes.append(
-                f"in {len(weak)} of {len(names)} parameters, such as {weak[0]}, the bound is more than a tenth of the "
-                "change in these steps: an error of that size would pass; --precision fp32 tightens the bound"
-            )
-        return tuple(notes)
+            return (f"the reference's own loss is not finite at step {bad[0]}: later steps prove little",)
+        for step, bounds in enumerate(self.widest):
+            if not all(np.isfinite(x).all() for x in bounds.values()):
+                return (f"from step {step} on, rounding alone makes values infinite or NaN: any value passes",)
+        return ()
 
     def _closest(self, step: int, name: str, value: Array) -> Closest:
-        """Return the element of one leaf or metric that comes closest to its bound."""
+        """Return the element of a leaf or metric that is closest to its bound."""
         difference = _difference(value, self.values[step][name]).ravel()
         if not difference.size:
             return Closest(step, name)
         bound = self.widest[step][name].ravel() if name in self.widest[step] else np.zeros_like(difference)
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(difference == 0, 0.0, difference / bound)
-        ratio = np.where(np.isnan(ratio), np.inf, ratio)  # a number where the reference has none
+            ratio = np.where(difference == 0, 0.0, np.nan_to_num(difference / bound, nan=np.inf, posinf=np.inf))
         index = int(np.argmax(ratio))
         return Closest(step, name, float(difference[index]), float(bound[index]), float(ratio[index]))
 

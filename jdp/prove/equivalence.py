@@ -5,8 +5,8 @@
 3. `runs.py`: the settings, and each run, compared with the record until the end or the first element beyond its bound.
 4. `proof.py`: the table, or the step, leaf and size of the first difference in the simplest differing run.
 
-Nothing is made smaller: model, batches, dtypes and optimizer are the user's own. `guard/memory_check.py` refuses a
-proof that does not fit into memory. Runs that would need another computation are listed with the reason.
+Model, batches, dtypes and optimizer are the user's own, in full size. `guard/memory_check.py` refuses a proof that does
+not fit into memory. Runs that would need another computation are listed with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jdp.base.machine import available_memory
 from jdp.base.public import public
 from jdp.base.toml import described
 from jdp.core.batch import batch_rows
-from jdp.core.random.user_keys import typed_key
+from jdp.core.init.trees import typed_key
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, InitFn, Loss
@@ -61,8 +61,8 @@ def prove(
         >>> proof.equal, [run.name for run in proof.runs]
         (True, ['resume after step 1: zero3 2 devices K=1, onto zero2 2 devices K=2'])
 
-    Every run takes a few real optimizer steps. After each, its loss and every leaf of its state are compared with a
-    plain loop on one device. They are equal if rounding, as measured on this training, explains the difference.
+    Every run takes a few optimizer steps. After each step, its loss and every leaf of its state are compared with a
+    plain loop on one device. They are equal if rounding explains the difference, as measured on this training.
 
     Args:
         init: returns the model from a key, as for `jdp.init_state`.
@@ -74,10 +74,9 @@ def prove(
         steps: optimizer steps of each run; the resumed run is saved after half of them.
         wrt: the parameters to train, as for `jdp.init_state`; None: all.
         rng: key of the initial weights and of every step; None: `jax.random.key(0)`.
-        accumulate: numbers of microbatches a step to run with; 1 is always among them.
+        accumulate: the numbers of microbatches a step; 1 is added if it is missing.
         quick: make only the resumed run, with LLVM's optimisations off: a check in minutes.
-        only: make only the runs whose names contain this text, or one of these, such as "zero3" or "8 devices": to
-            repeat a run that differs.
+        only: make only the runs whose names contain this text, or one of these texts, such as "zero3" or "8 devices".
         progress: called before each run and at the end (`OnProgress`).
 
     Returns:
@@ -87,7 +86,7 @@ def prove(
         ValueError: a plan on one device; not enough memory; an argument out of range; nothing to run; several
             processes; or a loss that is not finite at the first step.
     """
-    _check(train_step, steps, accumulate)
+    _check(train_step, steps)
     key = typed_key(jax.random.key(0) if rng is None else rng)
     reference, first = Reference(init, tx, train_step, key, wrt, quick), batches(0)
     shapes, devices = jax.eval_shape(reference.initial, key), train_step.plan.mesh.size
@@ -101,34 +100,25 @@ def prove(
     skipped |= {"resume": "saving in the middle takes at least 2 steps"} if steps < 2 else {}
     if not trials:
         raise UserError("There is nothing to run: " + "; ".join(map(": ".join, skipped.items())) + ".")
-    skipped |= {"--quick": f"the {len(settings)} other runs; jdp prove without --quick makes them"} if quick else {}
+    skipped |= {"--quick": f"the {len(settings)} other runs; this one has LLVM's optimisations off"} if quick else {}
     done, total = itertools.count(), 1 + 2 * PAIRS + len(trials)
-
-    def begin(name: str) -> None:
-        if progress is not None:
-            progress(next(done), total, name)
-
+    begin = lambda name: progress and progress(next(done), total, name)  # noqa: E731
     record = record_reference(reference, batches, steps, begin)
     results = Trials(reference, settings, batches, record).run_all(trials, begin)
-    return Proof.of(results, record, skipped, quick=quick)
+    return Proof.of(results, record, skipped)
 
 
-def _check(train_step: Any, steps: int, accumulate: Sequence[int]) -> None:
+def _check(train_step: Any, steps: int) -> None:
     if not isinstance(train_step, Step) or not train_step.settings.train:
-        raise UserError(
-            f"jdp.prove takes a training step; given {described(train_step)}. Make one with jdp.make_train_step."
-        )
+        raise UserError(f"A proof needs a training step; given {described(train_step)}. Call jdp.make_train_step.")
     if steps < 1:
         raise UserError(f"steps, the optimizer steps of each run, must be at least 1; given {steps}. Use 10.")
-    if min(accumulate, default=1) < 1:
-        raise UserError(f"accumulate lists numbers of microbatches, 1 or more; given {[*accumulate]}. Give [1, 2].")
     if jax.process_count() > 1:
         raise UserError("A proof runs in a single process; run it without jdp launch or Slurm.")
     if (count := train_step.plan.mesh.size) < 2:
         raise UserError(
-            f"A proof compares one device with several, so the plan needs at least 2; given {count}. Request virtual "
-            'CPU devices before any computation: --devices 8, or in Python jax.config.update("jax_platforms", "cpu") '
-            'and jax.config.update("jax_num_cpu_devices", 8).'
+            f"A proof compares one device with several, so the plan needs at least 2; given {count}. Use virtual CPU "
+            'devices: --devices 8, or in Python jax.config.update("jax_num_cpu_devices", 8).'
         )
 
 
@@ -138,8 +128,5 @@ def _no_microbatches(reference: Reference, state: TrainState, batch: Batch) -> s
     if not isinstance(value, Loss):
         return "the loss returns a mean, and means of microbatches do not add up: return jdp.Loss(total, weight)"
     if state.static.adapter is not None and state.static.adapter.has_statistics:
-        return (
-            "the model keeps statistics of its batch (BatchNorm); microbatches have other statistics, so the "
-            "computation differs, not only its order"
-        )
+        return "the model keeps statistics of its batch (BatchNorm), which are others for microbatches"
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,8 @@ class Run:
 
     Attributes:
         name: such as "zero3 8 devices K=2".
-        at: the element closest to its bound; if the run differs, the element farthest beyond it at the first such step.
+        at: the element closest to its bound; if the run differs, the element farthest beyond it at the first step that
+            differs.
         words: how the run differs and the likely cause; "" if it is equal.
     """
 
@@ -37,12 +37,12 @@ class Proof:
     """The result of `prove`; `str()` is a table.
 
     Attributes:
-        runs: in the order they were made; if a resumed run differs, both of its settings are among them.
+        runs: in the order of their execution; if a resumed run differs, they include its two settings.
         first_difference: the differing run with the fewest changes from one device, resumed runs last
             (`Trial.causal_order`); None if all are equal.
         skipped: part of a run's name -> why it was skipped.
         steps: optimizer steps of each run.
-        notes: a sentence for each thing that the proof cannot show.
+        notes: the limits of the proof.
     """
 
     runs: tuple[Run, ...]
@@ -52,7 +52,7 @@ class Proof:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, results: Mapping[Trial, Closest], record: Record, skipped: dict[str, str], *, quick: bool) -> Proof:
+    def of(cls, results: Mapping[Trial, Closest], record: Record, skipped: dict[str, str]) -> Proof:
         """Return the result of runs that were compared with a record."""
         differing = sorted((t for t, at in results.items() if at.ratio > 1), key=lambda trial: trial.causal_order)
         runs = {trial: _run(trial, at, len(record.values[at.step])) for trial, at in results.items()}
@@ -60,9 +60,7 @@ class Proof:
         if first is not None and len(differing) > 1:
             words = f"{first.words} {len(differing)} of {len(runs)} runs differ; this run has the fewest changes."
             first = replace(first, words=words)
-        notes = [*record.notes()]
-        notes += ["--quick turns LLVM's optimisations off; jdp train has them on"] * quick
-        return cls(tuple(runs.values()), first, skipped, len(record.values) - 1, tuple(notes))
+        return cls(tuple(runs.values()), first, skipped, len(record.values) - 1, record.notes())
 
     @property
     def equal(self) -> bool:
@@ -70,7 +68,8 @@ class Proof:
         return self.first_difference is None
 
     def __str__(self) -> str:
-        rows = align_columns([_HEADINGS, *map(_cells, self.runs)])
+        headings = ("run", "equal", "difference", "bound", "of bound", "closest to its bound at")
+        rows = align_columns([headings, *map(_cells, self.runs)])
         rows += [f"not run: {name}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join([*rows, *self.notes, self._verdict()])
 
@@ -88,58 +87,44 @@ class Proof:
         first = self.first_difference
         return {
             "equal": self.equal,
-            "runs": [{"name": run.name, "equal": run.equal, **_numbers(run, "max_difference")} for run in self.runs],
-            "first_difference": first and {"run": first.name, **_numbers(first, "difference"), "words": first.words},
+            "runs": [{"name": run.name, "equal": run.equal, **_numbers(run.at, "max_difference")} for run in self.runs],
+            "first_difference": first and {"run": first.name, **_numbers(first.at, "difference"), "words": first.words},
             "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped.items()],
             "steps": self.steps,
             "notes": list(self.notes),
         }
 
 
-def _numbers(run: Run, difference: str) -> dict[str, Any]:
-    numbers = {difference: finite_or_none(run.at.difference), "bound": finite_or_none(run.at.bound)}
-    return {"step": run.at.step, "leaf": run.at.leaf, **numbers}
+def _numbers(at: Closest, name: str) -> dict[str, Any]:
+    return {"step": at.step, "leaf": at.leaf, name: finite_or_none(at.difference), "bound": finite_or_none(at.bound)}
 
 
 def _run(trial: Trial, at: Closest, leaves: int) -> Run:
     """Describe a run; if it differs, name the place and the likely faults."""
-    words = ""
-    if at.ratio > 1:
-        when = f"at step {at.step}" if at.step else "before the first step"
-        what = f"in the {at.leaf}" if at.leaf in HINTS else f"in {at.leaf}"
-        times = f" ({at.ratio:,.0f} times)" if math.isfinite(at.ratio) else ""
-        hint = HINTS.get(at.leaf, LEAVES if at.step else START)
-        if trial.at and at.step == trial.at:
-            hint = "this is the restored state, so saving or restoring changed it"
-        elif trial.at and at.step == trial.at + 1:
-            hint = f"this is the first step after resuming: the data did not continue where it stopped, or {hint}"
-        words = (
-            f"not equal: {trial} differs from one device {when} {what} by {at.difference:.1e}; rounding explains at "
-            f"most {at.bound:.1e}{times}; {at.beyond} of {leaves} compared values exceed their bounds there. "
-            f"Check first: {hint}."
-        )
+    if at.ratio <= 1:
+        return Run(str(trial), at)
+    hint = HINTS.get(at.leaf, LEAF) if at.step else "`init` computes another initial state on this mesh"
+    if trial.at and at.step == trial.at:
+        hint = "saving or restoring changed the state: this is the restored state"
+    elif trial.at and at.step == trial.at + 1:
+        hint = f"the data did not continue where it stopped, because this is the first step after resuming; or {hint}"
+    words = (
+        f"not equal: {trial} differs from one device at step {at.step} in {at.leaf} by {at.difference:.1e}; rounding "
+        f"explains at most {at.bound:.1e}; {at.beyond} of {leaves} compared values exceed their bounds there. "
+        f"Check first: {hint}."
+    )
     return Run(str(trial), at, words)
 
 
 HINTS = {
-    "weight": "Loss.weight is not a sum over the examples (but a constant or a mean), or the batch differs: rows are "
-    "missing or belong to another step",
-    "loss": "the parameters and the examples' weight agree, so the fault is in the forward pass or the sum: rows, "
-    "random masks, or means that are averaged instead of sums that are added",
-    "grad_norm": "loss and leaves agree, so the fault is in how the norm is summed",
+    "weight": "Loss.weight is not a sum over the examples, or the batch has other rows",
+    "loss": "the forward pass or the sum has other rows or random masks, or averages means instead of adding sums",
+    "grad_norm": "the norm is summed in another way, because the loss and all leaves agree",
 }
-LEAVES = (
-    "the loss agrees, so the fault is in this leaf's gradient (a sum over devices or microbatches is missing or done "
-    "twice) or in the optimizer's update"
-)
-START = "this is the initial state: `init` draws or computes it differently on this mesh"
-
-
-_HEADINGS = ("run", "equal", "difference", "bound", "of bound", "closest to its bound at")
+LEAF = "the gradient of this leaf lacks a sum over devices or microbatches or has it twice, or its update is another"
 
 
 def _cells(run: Run) -> tuple[str, ...]:
     at = run.at
-    share = f"{at.ratio:.3f}" if at.ratio < 10 else f"{at.ratio:.2g}"
-    place = f"step {at.step}, {at.leaf}" if at.ratio else "the same bits"
-    return run.name, "yes" if run.equal else "NO", f"{at.difference:.1e}", f"{at.bound:.1e}", share, place
+    place = f"step {at.step}, {at.leaf}" if at.ratio else "bit for bit"
+    return run.name, "yes" if run.equal else "NO", f"{at.difference:.1e}", f"{at.bound:.1e}", f"{at.ratio:.2g}", place

@@ -1,10 +1,9 @@
 """The reference that runs are compared with: a plain training loop on one device, without a mesh or a strategy.
 
-It shares almost no code with the steps that it tests: only how a module is split and how a `Loss` is read.
-The weights are drawn from `fold_in(rng, 0)`, and each step has the key
-`fold_in(fold_in(rng, 1), batches consumed)`. The gradient of Σtotal is divided by Σweight and clipped, then the
-optimizer is applied; a step whose gradient is not finite changes nothing. So the proof also detects a fault that all
-strategies share, such as a key that is the same at every step.
+It shares almost no code with the steps that it tests: only how a module is split and how a `Loss` is read. The weights
+are drawn from `fold_in(rng, 0)`, and each step has the key `fold_in(fold_in(rng, 1), batches consumed)`. The gradient
+of Σtotal is divided by Σweight and clipped, then the optimizer is applied; a step whose gradient is not finite changes
+nothing. So the proof also detects a fault that all strategies share, such as the same key at every step.
 
 The same program with `Noise` makes the shadows, which measure rounding (`jdp.prove.bounds`); with amplitude 0 it is
 the reference itself.
@@ -28,7 +27,7 @@ from jdp.base.words import StrategyName
 from jdp.core import flax_nnx
 from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.gradients.loss_call import as_sums
-from jdp.core.init.trainable import resolve
+from jdp.core.init.trees import resolve
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import make_mesh
@@ -56,9 +55,6 @@ class Noise:
     amplitude: Any  # float32 scalar; negative reverses all signs, 0 is no noise
 
 
-SILENT = Noise(np.uint32(0), np.float32(0))
-
-
 @dataclass(frozen=True)
 class Reference:
     """The training as a plain loop on the first device of the user's plan.
@@ -78,7 +74,7 @@ class Reference:
     quick: bool = False
 
     def plan(self, strategy: StrategyName, devices: int) -> Plan:
-        """Return the plan on the first devices: `data` takes what other axes leave; on one device each has size 1."""
+        """Return the plan on the first devices; `data` takes those that the other axes leave."""
         plan = self.step.plan
         sizes = {name: 1 if devices == 1 else -1 if name == DATA else size for name, size in plan.mesh.shape.items()}
         return replace(plan, mesh=make_mesh(devices=[*plan.mesh.devices.flat][:devices], **sizes), strategy=strategy)
@@ -126,7 +122,7 @@ class Reference:
         return new, {"weight": sums.weight, "loss": loss, "grad_norm": norm}
 
     def loss(self, working: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, PyTree]:
-        """Return what the loss function returns, and the model state afterwards."""
+        """Return the value of the loss function, and the model state afterwards."""
         adapter = state.static.adapter
         model = working if adapter is None else adapter.merge(working, state.model_state, key)
         value = self.step.loss_fn(model, batch, key)
@@ -178,19 +174,15 @@ def record_reference(
     initial, following = compile_with(reference.initial), compile_with(reference.next, donate_argnums=0)
     record, amplitude = Record(sum_noise(batch)), noise_amplitude(reference.step.settings.precision, batch)
     shadows = [Noise(np.uint32(index // 2), np.float32(amplitude * (-1) ** index)) for index in range(2 * PAIRS)]
-    for index, noise in enumerate([SILENT, *shadows]):
-        exaggerated = f"shadow {index} of {2 * PAIRS}: the reference with exaggerated rounding"
-        begin(exaggerated if index else "one device, plainly: the reference")
+    for index, noise in enumerate([Noise(np.uint32(0), np.float32(0)), *shadows]):
+        begin(f"shadow {index} of {2 * PAIRS}: the reference with larger rounding errors" if index else "the reference")
         state, metrics = initial(jax.device_put(reference.rng, device)), None
         for step in range(steps + 1):
             if step:
                 state, metrics = following(state, *jax.device_put((batches(step - 1), noise), device))
             values = snapshot(state, metrics)
-            if index:
-                record.widen(step, values)
-            else:
-                record.add(values)
+            record.widen(step, values) if index else record.add(values)
     record.close()
     if not math.isfinite(loss := float(record.values[1]["loss"])):
-        raise UserError(f"The loss on one device is {loss} at the first step: there is nothing to compare with.")
+        raise UserError(f"The loss on one device is {loss} at the first step, which nothing can be compared with.")
     return record

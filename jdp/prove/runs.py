@@ -56,15 +56,14 @@ def changes(setting: Setting, other: Setting) -> int:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: under one setting; or saved after step `at` and resumed under another, `onto`."""
+    """A run under one setting, or a run that is saved after step `at` and resumed under another setting, `onto`."""
 
     setting: Setting
     at: int = 0
     onto: Setting | None = None
 
     def __str__(self) -> str:
-        resumed = f"resume after step {self.at}: {self.setting}, onto {self.onto}"
-        return str(self.setting) if self.onto is None else resumed
+        return f"resume after step {self.at}: {self.setting}, onto {self.onto}" if self.onto else str(self.setting)
 
     @property
     def causal_order(self) -> tuple[int, ...]:
@@ -72,8 +71,7 @@ class Trial:
 
         A setting shares the faults of settings with fewer changes from one device, a resumed run those of its settings.
         """
-        plain = self.setting
-        return self.at, changes(plain, Setting()), plain.devices, plain.accumulate
+        return self.at, changes(self.setting, Setting()), self.setting.devices, self.setting.accumulate
 
 
 # Which runs to make.
@@ -82,28 +80,28 @@ class Trial:
 def steps_of(
     reference: Reference, accumulates: Sequence[int], rows: int, no_microbatches: str | None
 ) -> tuple[dict[Setting, Step], dict[str, str]]:
-    """Return the step of each setting that can run batches of `rows`, and for the others part of a name -> reason."""
+    """Return the steps of the settings that can run batches of `rows`, and part of a name -> reason for the others."""
     steps, skipped = dict[Setting, Step](), dict[str, str]()
     for devices, name, k in itertools.product((reference.step.plan.mesh.size, 1), STRATEGIES, accumulates):
+        setting, plan = Setting(name, devices, k), reference.plan(name, devices)
         try:
-            plan = reference.plan(name, devices)
             batch_unit(plan.mesh.shape, k).check(rows)
         except ValueError as error:
-            skipped[f"{Setting(name, devices, k)}".removeprefix(f"{name} ")] = str(error)
+            skipped[f"{setting}".removeprefix(f"{name} ")] = str(error)
             continue
         if k > 1 and no_microbatches:
             skipped[f"K={k}"] = no_microbatches
         else:
-            steps[Setting(name, devices, k)] = reference.step_on(plan, k)
+            steps[setting] = reference.step_on(plan, k)
     return steps, skipped
 
 
 def choose_trials(
     settings: Sequence[Setting], requested: Setting, *, steps: int, only: Sequence[str] = (), quick: bool = False
 ) -> list[Trial]:
-    """Return the runs of a proof: every setting, then the user's own resumed under another; or some of these.
+    """Return the runs of a proof: every setting, then the user's own resumed under another setting; or some of these.
 
-    That other setting has several devices and the most changes; a tie goes to the highest stage.
+    The other setting has several devices and the most changes; a tie goes to the highest stage.
     """
     several, stages = [setting for setting in settings if setting.devices > 1], list(STRATEGIES)
     if not several:
@@ -134,7 +132,7 @@ class Trials:
     record: Record  # of the reference
 
     def run_all(self, trials: Sequence[Trial], begin: Callable[[str], None]) -> dict[Trial, Closest]:
-        """Return the result of each run. If a resumed run differs, its settings run too: the fault may be theirs."""
+        """Return the result of each run. If a resumed run differs, run its two settings too."""
         results = dict[Trial, Closest]()
         for trial in trials:
             begin(str(trial))

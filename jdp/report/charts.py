@@ -39,6 +39,8 @@ SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "jdp",  # reproducible ids
     "text.parse_math": False,  # names may hold dollar signs
     "text.usetex": False,
+    "path.simplify": True,  # a long curve keeps the extremes of about every pixel
+    "path.simplify_threshold": 1.0,
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.prop_cycle": cycler(color=SERIES),
@@ -67,7 +69,7 @@ def chart(columns: int = 1, rows: int = 1, *, height: float = 3.6, width: float 
 
 
 class _PlainLog(Formatter):
-    """Labels the ticks of a logarithmic formatter, with numbers in place of mathematical markup."""
+    """Labels the ticks of a logarithmic formatter with numbers; `SETTINGS` turn off the markup that it writes."""
 
     def __init__(self, marked: LogFormatter) -> None:
         self._marked = marked
@@ -79,15 +81,6 @@ class _PlainLog(Formatter):
         return f"{x:,.10g}" if self._marked(x, pos) else ""
 
 
-def _label_logs_plainly(figure: Figure) -> None:
-    """Replace matplotlib's labels of logarithmic axes: `SETTINGS` turn off markup, which would appear as text."""
-    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
-        if isinstance(major := axis.get_major_formatter(), LogFormatter):
-            axis.set_major_formatter(_PlainLog(major))
-        if isinstance(minor := axis.get_minor_formatter(), LogFormatter):
-            axis.set_minor_formatter(_PlainLog(minor))
-
-
 def inline(figure: Figure, described: str) -> Markup:
     """Return a figure as an `<svg>` element for a page.
 
@@ -95,7 +88,11 @@ def inline(figure: Figure, described: str) -> Markup:
     removed. The other ids get a suffix of the picture: a browser uses the first element with an id, and none if that
     element is in a closed part.
     """
-    _label_logs_plainly(figure)
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if isinstance(major := axis.get_major_formatter(), LogFormatter):
+            axis.set_major_formatter(_PlainLog(major))
+        if isinstance(minor := axis.get_minor_formatter(), LogFormatter):
+            axis.set_minor_formatter(_PlainLog(minor))
     buffer = io.StringIO()
     nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with mpl.rc_context(SETTINGS):

@@ -1,4 +1,4 @@
-"""The charts of runs: metrics drawn together, thinned without losing outliers, smoothed.
+"""The charts of runs: metrics drawn together, smoothed.
 
 A chart is small with a large font: side by side on a wide window, stacked on a phone, readable on both. Unknown
 metrics get their own chart.
@@ -16,17 +16,15 @@ import matplotlib as mpl
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from jdp.base.formatting import format_rate
 from jdp.report.charts import FAINT, INK, SERIES, SETTINGS, chart, inline
 from jdp.report.run import Run
 
-MOST_POINTS = 2000
-"""Of one curve."""
 _FEWEST_TO_SMOOTH = 30
 _MOST_SMOOTHED = 100.0  # rows: a longer mean would lag behind a falling loss
 _LOG = 100.0  # times the smallest: curves that span more get a logarithmic axis
+_MOST_MARKERS = 500  # of one curve
 _DENSE = 500  # values in a chart's width: more become a band
 _DASHES = ((), (5.0, 2.0), (1.5, 1.5))
 _ELSEWHERE = {  # metrics that other charts and tables show, or that need no chart
@@ -72,9 +70,8 @@ class Chart:
         """The chart as an `<svg>` element."""
         with mpl.rc_context(SETTINGS):
             figure, [axes] = chart(width=5.2, height=3.1)
-            most = max(200, MOST_POINTS * 8 // max(8, len(self.curves)))
             for curve in self.curves:
-                _draw_curve(axes, curve, most)
+                _draw_curve(axes, curve)
             alone = len({curve.run for curve in self.curves}) == 1
             for run, step in self.moments:
                 hue = FAINT if alone else _colour(run)
@@ -126,7 +123,6 @@ def others(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _chart(runs: Sequence[Run], title: str, *metrics: tuple[str, str], per: str = "", **options: Any) -> Chart:
-    """Return a chart of metrics, each with its kind of curve; `per`: draw their ratio to this metric."""
     curves = list[Curve]()
     for number, run in enumerate(runs):
         for name, kind in metrics:
@@ -147,7 +143,6 @@ def _units_per_step(run: Run) -> tuple[float, str] | None:
 
 
 def _over_units(loss: Chart, counts: Sequence[tuple[float, str] | None]) -> Chart:
-    """Return the losses over tokens or examples, for runs with different numbers a step."""
     moved = [
         replace(curve, steps=[step * count[0] for step in curve.steps])
         for curve in loss.curves
@@ -187,21 +182,6 @@ def _dashes(run: int) -> tuple[float, ...]:
     return _DASHES[run // len(SERIES) % len(_DASHES)]
 
 
-def thinned(
-    steps: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray, most: int = MOST_POINTS
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return about `most` points of a curve: its ends, and the extremes of every stretch; gaps stay."""
-    x, y = np.asarray(steps, float), np.asarray(values, float)
-    if len(x) <= most:
-        return x, y
-    kept = {0, len(x) - 1}
-    for stretch in np.array_split(np.arange(len(x)), most // 2 - 1):
-        finite = stretch[np.isfinite(y[stretch])]
-        kept |= {int(finite[np.argmin(y[finite])]), int(finite[np.argmax(y[finite])])} if len(finite) else {stretch[0]}
-    chosen = np.array(sorted(kept))
-    return x[chosen], y[chosen]
-
-
 def _smoothed(values: Sequence[float], over: float) -> np.ndarray:
     """Return the exponentially weighted running mean, without bias at the beginning."""
     keep, total, weight = 1 - 1 / max(over, 1.0), 0.0, 0.0
@@ -218,21 +198,22 @@ def _smoothing(rows: int) -> float:
     return min(rows / 40, _MOST_SMOOTHED) if rows >= _FEWEST_TO_SMOOTH else 1.0
 
 
-def _draw_curve(axes: Axes, curve: Curve, most: int) -> None:
+def _draw_curve(axes: Axes, curve: Curve) -> None:
     hue, dashes = _colour(curve.run), (0, pattern) if (pattern := _dashes(curve.run)) else "-"
     values = np.asarray(curve.values, float)
     values = np.where(np.isfinite(values), values, np.nan)
     if curve.kind == "points":
-        axes.plot(*thinned(curve.steps, values, most), color=hue, linewidth=0.8, linestyle=dashes, alpha=0.7)
-        axes.plot(*thinned(curve.steps, values, most // 4), color=hue, linestyle="none", marker="o", markersize=4.5)
+        every = max(1, len(values) // _MOST_MARKERS)
+        axes.plot(curve.steps, values, color=hue, linewidth=0.8, linestyle=dashes, alpha=0.7)
+        axes.plot(curve.steps, values, color=hue, linestyle="none", marker="o", markersize=4.5, markevery=every)
         return
     over = _smoothing(len(values)) if curve.kind == "smoothed" else 1.0
     if over > 1:
         pale = 0.45 if len(values) < _DENSE else 0.22
-        axes.plot(*thinned(curve.steps, values, most), color=hue, linewidth=0.6, alpha=pale)
+        axes.plot(curve.steps, values, color=hue, linewidth=0.6, alpha=pale)
         values = _smoothed(values.tolist(), over)
     marker = "o" if len(values) == 1 else None
-    axes.plot(*thinned(curve.steps, values, most), color=hue, linewidth=1.6, linestyle=dashes, marker=marker)
+    axes.plot(curve.steps, values, color=hue, linewidth=1.6, linestyle=dashes, marker=marker)
 
 
 def _label_steps(axes: Axes, drawn: Chart) -> None:
@@ -243,7 +224,7 @@ def _label_steps(axes: Axes, drawn: Chart) -> None:
         count, name = drawn.per_step
         above = axes.secondary_xaxis("top", functions=(lambda x: np.multiply(x, count), lambda x: np.divide(x, count)))
         above.set_xlabel(name)
-        above.xaxis.set_major_formatter(_rate_label)
+        above.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _label_values(axes: Axes, drawn: Chart) -> None:
@@ -252,12 +233,10 @@ def _label_values(axes: Axes, drawn: Chart) -> None:
     largest = max(map(abs, finite), default=0.0)
     if drawn.may_be_log and finite and min(finite) > 0 and max(finite) > _LOG * min(finite):
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
     elif drawn.unit == "percent":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
     elif drawn.unit == "per second" or 1e4 <= largest < 1e15:
-        axes.yaxis.set_major_formatter(_rate_label)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     elif largest >= 1e15:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
     if drawn.from_zero and axes.get_yscale() == "linear":
@@ -265,7 +244,3 @@ def _label_values(axes: Axes, drawn: Chart) -> None:
     if not finite:
         axes.text(0.5, 0.5, "no finite value", color=INK, ha="center", transform=axes.transAxes)
         axes.set_yticks([])
-
-
-def _rate_label(value: float, _: float) -> str:
-    return format_rate(value) if value else "0"

@@ -1,4 +1,4 @@
-"""One run for its page, and its events in words: visits, their ends, skipped steps, bad losses.
+"""One run for its page, and its events in words: visits, their ends, and what happened between.
 
 A page takes plain values; `jdp report` reads them from the folders of runs, and compiles the step again for memory and
 timeline.
@@ -7,9 +7,7 @@ timeline.
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
-import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +41,6 @@ class Run:
     name: str  # unique among the runs
     rows: Sequence[Row]  # of metrics, each with "step", "time" and numbers; NaN and infinities restored
     history: History = ()  # the events of its visits
-    summary: Mapping[str, Any] | None = None  # of its last visit that finished
     toml: str = ""  # the experiment as run
     # its dotted keys, and their values as TOML; empty if it cannot be parsed
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -52,7 +49,7 @@ class Run:
     step: CompiledStep | None = None  # the compiled step; None with the reason in `no_step`
     no_step: str = "The step was not compiled."  # why `step` is None
     samples: Sequence[Mapping[str, Any]] = ()  # rows with "step", "prompt" and "text"
-    goodput: str | None = None  # the useful share of its time, and the losses; None without a flight recorder
+    goodput: str | None = None  # the useful share of its time, and the losses; None without events
 
     def values(self, metric: str) -> list[float]:
         return [row[metric] for row in self.rows if metric in row]
@@ -95,22 +92,15 @@ class Run:
     def devices(self) -> str:
         """The devices of the last visit."""
         known = [event for event in self.history if "devices" in event]
-        if known:
-            return f"{known[-1]['devices']} × {known[-1].get('device', '?')}"
-        return str((self.summary or {}).get("devices", "–"))
+        return f"{known[-1]['devices']} × {known[-1].get('device', '?')}" if known else "–"
 
     @property
     def state(self) -> str:
         """Its end in words, or that it goes on."""
-        if not self.history and self.summary is None:
+        last = next((event for event in reversed(self.history) if "words" not in event), None)
+        if last is None:
             return "not known"
-        last = self.history[-1] if self.history else {"event": "finished", **(self.summary or {})}
-        words = {
-            "finished": "stopped early" if last.get("stopped_early") else "finished",
-            "stopped": f"stopped by {last.get('signal', 'a signal')}",
-            "failed": "failed",
-        }
-        return words.get(last["event"], "goes on, or was killed")
+        return "goes on, or was killed" if last["event"] in _BEGINS else _ended(last)
 
     @property
     def why_no_step(self) -> str | None:
@@ -121,51 +111,49 @@ class Run:
         return None if error is None else f"The step did not compile: {error}"
 
     @property
-    def happened(self) -> list[Happened]:
-        """Events in order of time; of very many skips, the first."""
-        incidents = [*_skips(self.rows), *_not_finite(self.rows)]
-        if left := incidents[_MOST:]:
-            incidents[_MOST:] = [Happened(left[0].time, left[0].step, f"and {len(left):,} more like these", "bad")]
-        return sorted([*_visits(self.history), *incidents], key=lambda each: (each.time or 0.0, each.step))
+    def happened(self) -> list[tuple[list[str], str]]:
+        """The events in order of time: (cells of a table, "bad" or ""); of very many inside of visits, the first."""
+        told = [(event, event["words"], "bad") for event in self.history if "words" in event]
+        if left := told[_MOST:]:
+            told[_MOST:] = [(left[0][0], f"and {len(left):,} more like these", "bad")]
+        visits = _visits([event for event in self.history if "words" not in event])
+        rows = sorted([*visits, *told], key=lambda row: (_seconds(row[0]) or 0.0, row[0]["step"]))
+        return [([_clock(event), f"{event['step']:,.0f}", words], kind) for event, words, kind in rows]
 
 
-@dataclass(frozen=True)
-class Happened:
-    """One event: Unix seconds (None: unknown), batches consumed, words."""
-
-    time: float | None
-    step: float
-    words: str
-    kind: str = ""  # "bad", or nothing
-
-    @property
-    def cells(self) -> list[str]:
-        """The cells of a table: the time in UTC, as "2026-11-22 06:42:26", the step, and the words."""
-        try:
-            clock = "–" if self.time is None else f"{datetime.datetime.fromtimestamp(self.time, datetime.UTC):%F %T}"
-        except (ValueError, OverflowError, OSError):  # an impossible year
-            clock = "–"
-        return [clock, f"{self.step:,.0f}", self.words]
-
-
-def _visits(history: History) -> Iterator[Happened]:
+def _visits(history: History) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+    """Yield (event, words, kind) for the beginning and the end of each visit."""
     before = ""
     for event in history:
         what: str = event["event"]
-        at, step = event.get("time"), event["step"]
-        at = at if isinstance(at, int | float) else None
         if what in _BEGINS and before in _BEGINS:
-            yield Happened(
-                at, step, "the previous visit recorded no end: it was killed, or its machine was lost", "bad"
-            )
-        words: dict[str, str] = {
-            **{begin: f"{begin} on {_devices(event)}" for begin in _BEGINS},
-            "failed": f"failed: {event.get('error', '')}",
-            "stopped": f"stopped by {event.get('signal', 'a signal')}",
-            "finished": "stopped early: evaluations no longer improved" if event.get("stopped_early") else "finished",
-        }
-        yield Happened(at, step, words.get(what, what), "bad" if what == "failed" else "")
+            yield event, "the previous visit recorded no end: it was killed, or its machine was lost", "bad"
+        words = f"{what} on {_devices(event)}" if what in _BEGINS else _ended(event)
+        if what == "failed":
+            words += f": {event.get('error', '')}"
+        yield event, words, "bad" if what == "failed" else ""
         before = what
+
+
+def _seconds(event: Mapping[str, Any]) -> float | None:
+    at = event.get("time")
+    return at if isinstance(at, int | float) else None
+
+
+def _clock(event: Mapping[str, Any]) -> str:
+    """Return an event's time in UTC, as "2026-11-22 06:42:26"."""
+    try:
+        return f"{datetime.datetime.fromtimestamp(_seconds(event) or math.nan, datetime.UTC):%F %T}"
+    except (ValueError, OverflowError, OSError):  # unknown, or an impossible year
+        return "–"
+
+
+def _ended(event: Mapping[str, Any]) -> str:
+    """Return the end of a visit in words; else the event's name."""
+    name: str = event["event"]
+    words = {"finished": "stopped early" if event.get("stopped_early") else "finished"}
+    words["stopped"] = f"stopped by {event.get('signal', 'a signal')}"
+    return words.get(name, name)
 
 
 def _devices(event: Mapping[str, Any]) -> str:
@@ -174,29 +162,3 @@ def _devices(event: Mapping[str, Any]) -> str:
     versions = f"(jax {event.get('jax', '?')}, Python {event.get('python', '?')})"
     changed = "".join(f"; {key} changed" for key in event.get("changed") or {})
     return f"{count} × {event.get('device', 'devices')}{joined} {versions}{changed}"
-
-
-def _skips(rows: Sequence[Row]) -> Iterator[Happened]:
-    """Yield the skipped steps; consecutive rows with skips are one event."""
-    counted: list[Row] = [{"step": 0, "skipped": 0}, *(row for row in rows if "skipped" in row)]
-    pairs = itertools.pairwise(counted)
-    for skips, streak in itertools.groupby(pairs, lambda pair: pair[1]["skipped"] > pair[0]["skipped"]):
-        (start, end), *others = streak
-        if not skips:
-            continue
-        end = others[-1][1] if others else end
-        count, first, last = end["skipped"] - start["skipped"], start["step"] + 1, end["step"]
-        which = f"step {last:,.0f}" if first == last else f"{count:,.0f} of the steps {first:,.0f} to {last:,.0f}"
-        verb = "was" if count == 1 else "were"
-        yield Happened(end.get("time"), last, f"{which} {verb} skipped: gradients or updates were not finite", "bad")
-
-
-def _not_finite(rows: Sequence[Row]) -> Iterator[Happened]:
-    """Yield losses that were not finite; consecutive rows of a loss are one event."""
-    for name in dict.fromkeys(name for row in rows for name in row if name.endswith("loss")):
-        logged = [(math.isfinite(row[name]), row) for row in rows if name in row]
-        for is_finite, streak in itertools.groupby(logged, operator.itemgetter(0)):
-            (_, first), *others = streak
-            if not is_finite:
-                until = f" up to step {others[-1][1]['step']:,.0f}" if others else ""
-                yield Happened(first.get("time"), first["step"], f"{name} was {first[name]}{until}", "bad")

@@ -29,7 +29,7 @@ from jdp.core.update.optimizer_checks import first_state
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment, Train
 from jdp.experiment.schema.model import HF
-from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs import GPTConfig
 
 LORA = ("*lora_*",)
 """Parameters that only a model with LoRA has."""

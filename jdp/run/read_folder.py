@@ -1,4 +1,4 @@
-"""Reads a run's folder as plain values: its experiment, metrics, history and summary.
+"""Reads a run's folder as plain values: its experiment, metrics and events.
 
 Reading writes and locks nothing, so it works during a run. It omits damaged or missing parts and adds a note for each,
 because a failed run must stay readable.
@@ -6,7 +6,6 @@ because a failed run must stay readable.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from jdp.experiment.file import ExperimentError
 from jdp.guard.flight_recorder import FLIGHT, history
 from jdp.guard.flight_recorder import read as read_flight
 from jdp.guard.time_account import account
-from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
+from jdp.run.folder import CHECKPOINTS, FILE
 from jdp.run.outputs.metrics import JSONL, read
 from jdp.run.outputs.samples import read_samples
 
@@ -49,7 +48,6 @@ def read_run(folder: Path, name: str) -> Run:
         toml = (folder / FILE).read_bytes().decode(errors="replace")
         rows = _rows(folder / JSONL, notes)
         events = read_flight(folder / FLIGHT / "rank-00000.jsonl")
-        summary = _summary(folder / SUMMARY, notes)
         names = [path.name for path in (folder / CHECKPOINTS).glob("*")]
         samples = read_samples(folder, notes)
     except OSError as error:
@@ -62,7 +60,6 @@ def read_run(folder: Path, name: str) -> Run:
         name,
         rows,
         visits,
-        summary,
         toml,
         _settings(toml, notes),
         sorted(int(step) for step in names if step.isdecimal() and len(step) < 19),
@@ -84,19 +81,6 @@ def _rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
     if not rows:
         notes.append("No step was logged.")
     return rows
-
-
-def _summary(file: Path, notes: list[str]) -> dict[str, Any] | None:
-    if not file.exists():
-        return None
-    try:
-        summary = json.loads(file.read_bytes())
-        if isinstance(summary, dict):
-            return summary
-    except (ValueError, RecursionError):
-        pass
-    notes.append(f"{file.name} is damaged and left out.")
-    return None
 
 
 def _settings(toml: str, notes: list[str]) -> dict[str, str]:

@@ -16,8 +16,7 @@ import jax
 
 from jdp.base.notices import end_of_start
 from jdp.checkpoint import Checkpoints
-from jdp.checkpoint.errors import is_passing
-from jdp.checkpoint.retrying import retried
+from jdp.checkpoint.errors import is_passing, retried
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
 from jdp.data.feed import Feed

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tensorstore as ts
 from flax import nnx
 
 import jdp
-from jdp.checkpoint import directory
 
 TX = optax.adamw(0.1)
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
@@ -136,20 +134,7 @@ def test_a_restored_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     assert_same_bits(bits(resumed), bits(state))
 
 
-def test_the_step_may_donate_what_is_being_saved(tmp_path):
-    with jdp.Checkpoints(tmp_path) as checkpoints:
-        state = trained()
-        want = bits(state)
-        checkpoints.save(state)
-        for _ in range(5):
-            state, _ = step()(state, BATCH)
-        checkpoints.wait()
-        restored, _ = checkpoints.restore(target(plan_of(), small), 1)
-    assert_same_bits(bits(restored), want)
-
-
 def network(rng):
-    """No bias before BatchNorm: its gradient would be zero but for rounding, which Adam scales up to a step."""
     rngs = nnx.Rngs(rng)
     layers = nnx.Linear(16, 24, use_bias=False, rngs=rngs), nnx.BatchNorm(24, rngs=rngs), nnx.Linear(24, 8, rngs=rngs)
     return nnx.Sequential(*layers)
@@ -164,33 +149,12 @@ ROWS = {"x": np.random.default_rng(1).normal(size=(48, 16)).astype(np.float32)}
 
 @pytest.fixture(scope="module")
 def network_saved(tmp_path_factory):
-    """A module with BatchNorm after one step of zero3 on eight devices, in a folder of its own; its bits, and those
-    after one step more."""
+    """A module with BatchNorm after one step of zero3 on eight devices, in a folder of its own; its bits."""
     path = tmp_path_factory.mktemp("network") / "one"
     step = jdp.make_train_step(network_loss, plan_of(data=8), check_loss=False)
     state, _ = step(jdp.init_state(network, TX, plan_of(data=8), rng=jax.random.key(4)), ROWS)
     jdp.save(path, state)
-    want = bits(state)
-    return path, want, bits(step(state, ROWS)[0])
-
-
-@pytest.mark.parametrize(
-    ("strategy", "axes"),
-    [
-        ("ddp", {"data": 2}),
-        ("zero2", {"data": 3}),
-        ("zero3", {"replica": 2, "data": 2}),
-        ("zero1", {"data": 2, "model": 2}),
-    ],
-)
-def test_training_goes_on_under_another_plan(network_saved, strategy, axes):
-    path, want, after = network_saved
-    plan = plan_of(strategy, **axes)
-    state = jdp.restore(path, target(plan, network))
-    assert_same_bits(bits(state), want)
-    got = bits(jdp.make_train_step(network_loss, plan, check_loss=False)(state, ROWS)[0])
-    for name in after:  # float32 sums over another number of devices, and Adam divides by the square root of one
-        np.testing.assert_allclose(got[name], after[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    return path, bits(state)
 
 
 def test_a_partly_trained_model_is_saved_whole(tmp_path):
@@ -212,7 +176,7 @@ def test_a_partly_trained_model_is_saved_whole(tmp_path):
 
 
 def test_parameters_only_reads_neither_the_optimizer_nor_the_counters(network_saved):
-    path, want, _ = network_saved
+    path, want = network_saved
     aim = target(plan_of("ddp", data=2), network, optax.identity())
     state = jdp.restore_params(path, aim)
     held = {name: value for name, value in want.items() if name.startswith((".params", ".model_state"))}
@@ -315,24 +279,11 @@ def test_the_newest_of_equals_is_the_best_and_what_is_not_finite_never_is(tmp_pa
         assert (checkpoints.best, checkpoints.steps) == (3, [3, 4])
 
 
-def test_the_best_stays_while_its_metrics_cannot_be_read(tmp_path, monkeypatch):
-    read = directory.read_metrics
-    with jdp.Checkpoints(tmp_path, keep=1, best="loss") as checkpoints:
-        for count, loss in ((1, 0.1), (2, 0.5)):
-            checkpoints.save(tiny(count), metrics={"loss": loss})
-            checkpoints.wait()
-        monkeypatch.setattr(directory, "read_metrics", lambda folder: None if folder.name == "1" else read(folder))
-        checkpoints.save(tiny(3), metrics={"loss": 0.4})
-        checkpoints.wait()
-        monkeypatch.undo()
-        assert (checkpoints.steps, checkpoints.best) == ([1, 3], 1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"keep": 0}, "keep is a positive number of steps or None; given 0"),
-        ({"keep_every": -1}, "keep_every is a positive number"),
+        ({"keep_every": "9"}, "keep_every is a positive number .*given '9'"),
         ({"best": "loss", "mode": "least"}, 'mode is "min" or "max"; given \'least\''),
     ],
 )
@@ -376,19 +327,6 @@ def test_a_checkpoint_that_was_being_written_or_deleted_when_the_run_died_is_ign
     assert sorted(path.name for path in tmp_path.iterdir()) == [".jdp-checkpoints", "2", "3"]
 
 
-def test_devices_share_the_writing_of_what_they_all_have_if_it_is_large(tmp_path):
-    """To cut a small array for eight of them would be eight programs, which the first save would wait for."""
-    plan, shapes = plan_of("ddp"), {"large": (8, 2**18), "small": (8, 2**17)}  # a MiB a device, and half of one
-    init = lambda rng: {name: jnp.zeros(shape) for name, shape in shapes.items()}  # noqa: E731
-    jdp.save(tmp_path / "one", jdp.init_state(init, optax.identity(), plan, rng=jax.random.key(0)))
-    store = {"driver": "ocdbt", "base": f"file://{tmp_path}/one/state"}
-    for name, part in (("large", (1, 2**18)), ("small", (8, 2**17))):
-        spec = {"driver": "zarr", "kvstore": {**store, "path": f"params/{name}/"}}
-        assert ts.open(spec).result().chunk_layout.write_chunk.shape == part
-    state = jdp.restore(tmp_path / "one", target(plan, init, optax.identity()))
-    assert jax.tree.map(jnp.shape, state.params) == shapes
-
-
 # One in a folder of its own.
 
 
@@ -402,13 +340,6 @@ def test_a_number_set_in_a_state_is_restored(tmp_path):
     hyperparams = again.opt_state.hyperparams
     assert (hyperparams["learning_rate"], hyperparams["momentum"]) == (0.25, 0.75)
     assert hyperparams["learning_rate"].dtype == hyperparams["momentum"].dtype == np.float32
-
-
-def test_one_checkpoint_in_a_folder_of_its_own(tmp_path):
-    jdp.save(tmp_path / "deep" / "one", tiny(5))
-    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["one"]
-    state = jdp.restore(tmp_path / "deep" / "one", tiny_target())
-    assert_same_bits(bits(state), bits(tiny(5)))
 
 
 def test_a_path_may_lead_to_many_checkpoints(tmp_path):
@@ -444,13 +375,12 @@ def test_a_checkpoint_is_replaced_only_where_that_is_asked_for_and_nothing_else_
     ("init", "tx", "leaf"),
     [
         (lambda rng: {"w": jnp.zeros(5)}, TX, "params/w"),
-        (lambda rng: {"v": jnp.zeros(4)}, TX, "params/v"),
         (lambda rng: {"w": jnp.zeros(4), "more": jnp.zeros(4)}, TX, "params/more"),
         (lambda rng: {}, optax.identity(), "params/w"),
         (lambda rng: {"w": jnp.zeros(4, jnp.bfloat16)}, TX, "params/w"),  # nothing is cast in silence
         (lambda rng: {"w": jnp.zeros(4)}, optax.sgd(0.1, momentum=0.9), "opt_state/0"),
     ],
-    ids=["shape", "name", "leaf missing", "leaf too many", "dtype", "optimizer"],
+    ids=["shape", "leaf missing", "leaf too many", "dtype", "optimizer"],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_by_the_leafs_name(tmp_path, init, tx, leaf):
     fill(tmp_path, 1)

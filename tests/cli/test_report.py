@@ -101,7 +101,6 @@ DAMAGED = {
     "empty metrics": (lambda run: (run / "metrics.jsonl").write_text(""), "No step was logged."),
     "no history": (lambda run: (run / FLIGHT).unlink(), f"There is no {FLIGHT}"),
     "history of anything": (lambda run: (run / FLIGHT).write_text("[]\n{}\nx\n\x00\n"), "There is no"),
-    "a damaged summary": (lambda run: (run / "summary.json").write_text("{"), "summary.json is damaged"),
     "an experiment of another version": (
         lambda run: (run / "experiment.toml").write_text('name = "x"\nnew_key = 1\n'),
         "new_key",

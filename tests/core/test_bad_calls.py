@@ -53,8 +53,7 @@ class OfRngs(nnx.Module):
         self.w = nnx.Param(rngs.params())
 
 
-PAIR = r"A rule is a pair of a path pattern and a PartitionSpec, as in rules=\[.*\]; given "
-ENTRY = "A dimension in a rule is None, an axis or a tuple of axes; the rule for 'w' has "
+PAIR = r"A rule is a pair of a path pattern and a spec, as in rules=\[.*\]; given "
 TX_IS = r"tx is an optax optimizer, e\.g\. optax\.adamw\(3e-4\); given "
 INIT_IS = r"`init` is a function of \(rng\), which makes the model; given "
 INIT_STATE = r"jdp\.init_state\(init, tx, plan, rng="
@@ -63,16 +62,16 @@ CALLS = {
     "a rule's spec is a tuple": (lambda: plan(rules=[("w", ("model",))]), PAIR + r"\('w', \('model',\)\)"),
     "a rule's pattern is no text": (lambda: plan(rules=[(re.compile("w"), P("model"))]), PAIR + r"\(re\.compile"),
     "one rule, not in a list": (lambda: plan(rules=("w", P("model"))), PAIR + "'w'"),
-    "rules in a dict": (lambda: plan(rules={"w": P("model")}), r"rules are a sequence of pairs, .*; given \{'w'"),
-    "an entry is left open": (lambda: plan(rules=[("w", P(P.UNCONSTRAINED))]), ENTRY + "UNCONSTRAINED.*Write None"),
+    "an entry is left open": (
+        lambda: plan(rules=[("w", P(P.UNCONSTRAINED))]),
+        "rule for 'w' has UNCONSTRAINED.*None for",
+    ),
     "min_shard_size < 0": (lambda: plan(min_shard_size=-1), "min_shard_size is a whole .* 0 or more; given -1"),
     "a mesh axis is a float": (lambda: jdp.make_mesh(data=8.0), "Mesh axes are integers, .*; given data=8.0"),
     "tx was not made": (lambda: state(tx=optax.adam), TX_IS + "the function adam. Call it first"),
-    "tx is a class": (lambda: state(tx=optax.MultiSteps), TX_IS + "the class MultiSteps. Call it first"),
-    "tx is None": (lambda: state(tx=None), TX_IS + "None"),
     "tx is an nnx.Optimizer": (
         lambda: state(tx=nnx.Optimizer(linear(KEY), TX, wrt=nnx.Param)),
-        TX_IS + "an Optimizer. Pass the optax transformation that it was made of",
+        TX_IS + "an Optimizer. Pass its optax transformation",
     ),
     "init is a module": (lambda: state(linear(KEY)), INIT_IS + r"a Linear\. Write lambda rng: Model"),
     "init is a tree": (lambda: state(params(KEY)), INIT_IS + "a dict.*lambda rng: params for weights that exist"),
@@ -92,40 +91,21 @@ CALLS = {
     "loader and plan exchanged": (lambda: jdp.shard_batches(plan(), []), r"order: jdp\.shard_batches\(loader, plan\)"),
     "rows and plan exchanged": (lambda: jdp.process_rows(16, plan()), r"given 16\. .*process_rows\(plan, batch_size\)"),
     "tree and plan exchanged": (lambda: jdp.place(plan(), {}), r"given a dict\. .*order: jdp\.place\(tree, plan\)"),
-    "mesh for a plan": (lambda: jdp.make_train_step(keywords, mesh()), r"given a Mesh\. Write jdp\.Plan\("),
     "mesh and strategy exchanged": (lambda: jdp.Plan("zero1", mesh()), "A plan's mesh is .*; given 'zero1'. Write jdp"),
-    "a mesh of sizes": (lambda: jdp.Plan({"data": 8}), "A plan's mesh is .*; given a dict"),
-    "a number of devices": (
-        lambda: jdp.make_mesh(devices=8),
-        r"`devices` are devices .*; given 8\. .*devices\(\)\[:4\]",
-    ),
+    "a number of devices": (lambda: jdp.make_mesh(devices=8), "`devices` is a list of JAX devices; given 8"),
     "rows are text": (lambda: jdp.process_rows(plan(), "16"), "rows are an integer; given '16'"),
     "rows of text": (lambda: jdp.gather_rows("x"), "gather_rows takes an array of rows; given 'x'"),
     "an average of a pair": (lambda: jdp.ema_params((state(), {})), f"given a tuple.*{PAIR_OF_STEP}"),
     "a pair to verify": (lambda: jdp.verify(step(), (state(), {}), {}), rf"as in jdp\.verify\(.*{PAIR_OF_STEP}"),
-    "a batch to verify": (lambda: jdp.verify(step(), {}, state()), "given a dict. Write the arguments in this order"),
-    "a state to verify": (lambda: jdp.verify(state(), step(), {}), "is a step, .*; given a TrainState"),
     "a number as target": (lambda: jdp.verify(step(), state(), {}, 8), '"h100:1x8" or "cpu:8"; given 8'),
     "a path and a state exchanged": (lambda: jdp.save(state(), "folder"), "a path must be text .* given a TrainState"),
-    "rng is an nnx.Rngs": (lambda: state(rng=nnx.Rngs(0)), r"rng is a key, .*; given a Rngs.*rngs\.params\(\)"),
+    "rng is an nnx.Rngs": (lambda: state(rng=nnx.Rngs(0)), r"rng is one key, .*; given a Rngs.*rngs\.params\(\)"),
     "a loss of two": (lambda: jdp.make_eval_step(lambda p, batch: 0.0, plan()), r"given <lambda>\(p, batch\)\. Write "),
-    "a gradient of two models": (
-        lambda: jdp.value_and_grad(lambda p, batch, rng: 0.0, plan(), argnums=(0, 1)),
-        r"\(model_0, model_1, batch, rng\), called with 4 .*; given <lambda>\(p, batch, rng\)",
-    ),
     "rng is several keys": (lambda: state(rng=jax.random.split(KEY)), r"rng is one key, .*; given keys of shape \[2\]"),
     "wrt is a number": (lambda: state(linear, wrt=3), r"`wrt` is None, a path pattern .*; given 3"),
     "accumulate is a float": (lambda: step(accumulate=2.0), "accumulate is .*; given 2.0. Give an integer"),
-    "clip_norm is text": (
-        lambda: step(clip_norm="1"),
-        "clip_norm is a positive norm, or None; given '1'. Give a number",
-    ),
     "decay is text": (lambda: jdp.with_ema(TX, "x"), r"decay of a moving average is a number in \[0, 1\); given 'x'"),
     "rate is None": (lambda: jdp.warmup(None, 3), "rate is a number, or an optax schedule.*; given None"),
-    "warm-up of half a step": (
-        lambda: jdp.warmup(0.1, 2.5),
-        "takes an integer steps >= 0 and start >= 0; given steps=2.5",
-    ),
     "GPT-2's names of a ResNet": (
         lambda: gpt2_names(ResNetConfig(2, (1,))),
         "GPT-2's names .*GPTConfig; given ResNetConfig",
@@ -191,6 +171,7 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
 def test_what_a_file_has_beyond_the_model_can_be_left_unread(written, kind, caplog):
+    """Also a head of another size, if `ignore` and `missing` both name it."""
     read, plain = written[kind], state(lambda rng: {"a": {"w": jnp.zeros((8, 4))}}).params
     with caplog.at_level("INFO", "jdp"):
         got = read(plain, ignore=("*/lora_*",))
@@ -200,12 +181,6 @@ def test_what_a_file_has_beyond_the_model_can_be_left_unread(written, kind, capl
         read(plain)
     with pytest.raises(jdp.CheckpointError, match=r"'\*/lora' matches none in .*, which has .*a/w"):
         read(plain, ignore=("*/lora_*", "*/lora"))
-
-
-@pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
-def test_what_the_model_needs_is_left_unread_only_where_it_keeps_its_own(written, kind):
-    """Such as a head of another size: `ignore` and `missing` name it both."""
-    read = written[kind]
     other = jdp.init_state(lambda rng: {"a": {**params(rng), "lora_a": jnp.full(3, 5.0)}}, TX, plan(), rng=KEY).params
     with pytest.raises(jdp.CheckpointError, match=r"the model has a/lora_a.*to `missing`"):
         read(other, ignore=("a/lora_*",))

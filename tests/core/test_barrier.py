@@ -1,15 +1,14 @@
 """Meetings of real processes: bounded, and who does not come is named."""
 
-import os
 import re
 import sys
-from pathlib import Path
+
+import pytest
+from own_process import environment
 
 from jdp.core.cluster import barrier
 from jdp.core.cluster.barrier import from_first_process, meet
 from jdp.launch import launch
-
-ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import time
@@ -43,24 +42,31 @@ meet("after")
 """
 
 
-def test_two_processes_meet_and_name_who_does_not_come(tmp_path, capfd):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    code = launch([sys.executable, str(program)], 2, environment=os.environ | {"PYTHONPATH": str(ROOT)})
-    out, error = capfd.readouterr()
-    assert code == 0, out + error
+@pytest.fixture
+def together(tmp_path, capfd):
+    """Runs a program as two processes; returns what they print."""
+
+    def run(text):
+        (program := tmp_path / "program.py").write_text(text)
+        code = launch([sys.executable, str(program)], 2, environment=environment())
+        out, error = capfd.readouterr()
+        assert code == 0, out + error
+        return out
+
+    return run
+
+
+def test_two_processes_meet_and_name_who_does_not_come(together):
+    out = together(PROGRAM)
     for rank in (0, 1):
         assert re.findall(rf"^\[{rank}\] heard (.*)$", out, re.MULTILINE) == ["7 from 0", "True"]
     kept = [int(count) for count in re.findall(r"kept (\d+)", out)]
     assert max(kept) <= 4, "keys of the meetings before are removed"
     assert (
         "[0] LostPeer All processes come to a place together; in 0.5 seconds process 1 did not. Each makes the same "
-        "calls, in the same order: see the last output of those that did not come.\n" in out
+        "calls, in the same order: see the last output of the missing processes.\n" in out
     )
-    assert (
-        "[1] LostPeer Process 0 says a secret, and the others wait for it; in 0.5 seconds it did not. See its last "
-        "output.\n" in out
-    )
+    assert "[1] LostPeer Process 0 did not send a secret in 0.5 seconds. See its last output.\n" in out
 
 
 LEAVING = """
@@ -91,13 +97,9 @@ print("came to the end", flush=True)
 """
 
 
-def test_a_process_that_left_barriers_by_an_exception_ends_normally(tmp_path, capfd):
+def test_a_process_that_left_barriers_by_an_exception_ends_normally(together):
     """Threads that wait on in C++ must not come back while Python ends: that aborts the process (134)."""
-    program = tmp_path / "program.py"
-    program.write_text(LEAVING)
-    code = launch([sys.executable, str(program)], 2, environment=os.environ | {"PYTHONPATH": str(ROOT)})
-    out, error = capfd.readouterr()
-    assert code == 0 and out.count("came to the end") == 2, out + error
+    assert together(LEAVING).count("came to the end") == 2
 
 
 def test_alone_nobody_is_waited_for(monkeypatch):

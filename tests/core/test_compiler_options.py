@@ -19,12 +19,8 @@ SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            "overlop",
-            '"auto", "default", "overlap", or a table of XLA\'s options.*given \'overlop\'; did you mean overlap',
-        ),
-        (3, r"given 3\. Write one of these"),
-        ({"latency": True}, "names begin with xla_; given 'latency'"),
+        ("overlop", '"auto", "default", "overlap", .*given \'overlop\'; did you mean overlap'),
+        ({"latency": True}, "begin with xla_; given 'latency'"),
         ({SCHEDULER: [True]}, rf"true or false, a number or text; given {SCHEDULER} = \[True\]"),
     ],
 )
@@ -48,13 +44,10 @@ def test_each_platform_takes_its_own_and_what_its_compiler_knows(capfd):
     assert f"left out on cpu: {SCHEDULER}, xla_gpu_gone" in said and '"overlap" has no option for cpu' in said
 
 
-@pytest.mark.parametrize(
-    ("value", "said"), [(1, "takes true or false; given 1"), ("true", "takes true or false; given 'true'")]
-)
-def test_a_value_that_xla_refuses_is_one_error(value, said):
+def test_a_value_that_xla_refuses_is_one_error():
     mesh = jdp.make_mesh(devices=jax.devices()[:2], data=2)
-    with pytest.raises(ValueError, match=f"xla_cpu_enable_fast_math {said}"):
-        Compiler.of({"xla_cpu_enable_fast_math": value}).for_mesh(mesh)
+    with pytest.raises(ValueError, match="xla_cpu_enable_fast_math takes true or false; given 1"):
+        Compiler.of({"xla_cpu_enable_fast_math": 1}).for_mesh(mesh)
     assert Compiler.of({"xla_cpu_enable_fast_math": True}).for_mesh(mesh), "1, which equals it, was refused"
 
 
@@ -90,10 +83,8 @@ def test_a_step_inside_of_another_jitted_function_leaves_its_options_to_that_and
     state = jdp.init_state(lambda rng: {"w": jnp.ones((4, 4))}, optax.sgd(0.1), plan, rng=jax.random.key(0))
     options = {"xla_cpu_enable_fast_math": False}
     loss = lambda params, batch, rng: ((batch["x"] @ params["w"]) ** 2).mean()  # noqa: E731
-    step, batch = (
-        jdp.make_train_step(loss, plan, compiler=options, donate=False, check_loss=False),
-        {"x": np.ones((8, 4), "f")},
-    )
+    step = jdp.make_train_step(loss, plan, compiler=options, donate=False, check_loss=False)
+    batch = {"x": np.ones((8, 4), "f")}
     _said.clear()
     alone = step(state, batch)[1]["loss"]
     assert "are left out" not in capfd.readouterr().err

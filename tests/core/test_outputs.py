@@ -121,9 +121,6 @@ def of(aux):
 
 REFUSED = {
     "a sum": (of(lambda p, b, rng: {"sum": b["x"].sum()}), r"has the rows as its first .*aux\['sum'\], \[\] for 2"),
-    "the number of rows": (of(lambda p, b, rng: [len(b["x"])]), r"aux\['0'\], \[\] for 2 rows and \[\] for 4"),
-    "rows that are not first": (of(lambda p, b, rng: b["x"].T), r"has the rows as its first .*\[8, 2\] for 2 rows"),
-    "rows x n": (of(lambda p, b, rng: b["x"].ravel()), r"\[16\] for 2 rows and \[32\] for 4"),
     "means of a call": (of(lambda p, b, rng: b["x"] - b["x"].mean(0)), "rows of aux depend on the other rows"),
     "text": (of(lambda p, b, rng: {"a": "text"}), r"aux is a pytree of arrays; \['a'\] is 'text'"),
     "no pair": (lambda *given: loss_fn(*given)[0], r"returns a pair \(loss, aux\); given Loss"),

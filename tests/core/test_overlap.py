@@ -15,6 +15,7 @@ from plain_layers import init_layers, layers_loss, tokens_of
 
 import jdp
 from jdp.core import layers
+from jdp.core.gradients.accumulate import hides_collectives
 from jdp.core.reading.jaxprs import every_eqn
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
@@ -97,21 +98,20 @@ def on_one_device(model, clip_norm):
     return run(model, MODELS[model][1], "ddp", devices=1, clip_norm=clip_norm)[0]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_results_are_those_of_one_device(case):
+UNROLLED = ("zero3 dots", "zero2, 4, replicas")  # as on GPUs, rematerialised layers too
+
+
+@pytest.mark.parametrize(
+    ("case", "unrolls"), [*((case, False) for case in CASES), *((case, True) for case in UNROLLED)]
+)
+def test_results_are_those_of_one_device(case, unrolls, monkeypatch):
+    if unrolls:
+        monkeypatch.setattr(layers._Body, "unrolls", True)
     model, loss, strategy, settings = CASES[case]
     ahead, traced = run(model, loss, strategy, **settings)
     assert any(eqn.primitive.name == "scan" for eqn in every_eqn(traced)), "its layers are one by one"
     expected = on_one_device(model, settings.get("clip_norm"))
-    for one, other in zip(*map(jax.tree.leaves, (expected, ahead)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("case", ["zero3 dots", "zero2, 4, replicas"])
-def test_results_are_those_of_one_device_where_the_layers_are_unrolled(case, monkeypatch):
-    """As on GPUs, where few layers are, rematerialised ones too."""
-    monkeypatch.setattr(layers._Body, "unrolls", True)
-    test_results_are_those_of_one_device(case)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), ahead, expected)
 
 
 def long_rows(count):
@@ -164,10 +164,29 @@ def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced(unrolled,
     assert sum(multiplied_meanwhile(backward)) > len(multiplied_meanwhile(backward)) / 2  # XLA found some as short
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("devices", "axes", "tokens", "by_layer"),
+    [
+        ("h100:1x8", {}, 2048, True),
+        ("h100:8x8", {}, 2048, False),
+        ("h100:8x8", {}, 16384, True),
+        ("h100:64x8", {}, 16384, False),
+        ("h100:64x8", {"replica": 64}, 2048, False),
+        ("h100:64x8", {"replica": 64}, 16384, True),
+    ],
+)
+def test_short_layers_share_their_collectives(devices, axes, tokens, by_layer):
+    """As compiled and simulated under zero1, also with hosts as replicas."""
+    layer = 12 * 768**2  # of GPT-2 124M
+    mesh = jdp.make_mesh(**axes, data=-1, devices=target(devices).devices)
+    assert hides_collectives(6 * layer * tokens, layer, 2, mesh, is_sharded=True) == by_layer
+    assert hides_collectives(1.0, layer, 2, jdp.make_mesh(), is_sharded=True)  # on unknown devices
+
+
 def test_under_vmap_a_gradient_is_summed_over_rows_before_it_is_sent():
     after, traced = run("by row", by_row_loss, "zero3")
-    for one, other in zip(*map(jax.tree.leaves, (on_one_device("by row", None), after)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), after, on_one_device("by row", None))
     sent = [eqn.invars[0].aval.size for eqn in every_eqn(traced) if eqn.primitive.name == "reduce_scatter"]
     assert sent and max(sent) <= 3 * 16 * 64  # all layers of a matrix
 

@@ -95,13 +95,13 @@ def test_frozen_leaves_have_no_optimizer_state_and_rest_sharded(case):
 
 
 def test_precision_is_that_of_the_trained_part():
-    """Frozen bf16 weights beside trained fp32 ones; bf16 trained ones are refused as ever."""
+    """Frozen weights may be bf16; trained ones may not."""
     plan = plan_of("zero3")
     state = jdp.abstract_state(init_tree, TX, plan, rng=jax.random.key(0), wrt="head/*")
     new, _ = jax.eval_shape(jdp.make_train_step(loss_fn, plan, precision="bf16", check_loss=False), state, BATCH)
     assert {str(x.dtype) for x in jax.tree.leaves(new.params)} == {"bfloat16", "int8", "float32"}
     state = jdp.abstract_state(init_tree, TX, plan, rng=jax.random.key(0), wrt=["head/*", "body/w"])
-    with pytest.raises(ValueError, match=r"Precision\.params is fp32, but body/w rests in bfloat16"):
+    with pytest.raises(ValueError, match=r"Precision\.params is fp32, but body/w is bfloat16"):
         jax.eval_shape(jdp.make_train_step(loss_fn, plan, check_loss=False), state, BATCH)
 
 
@@ -127,12 +127,7 @@ def test_the_contract_counts_gradients_of_what_is_trained_and_gathers_of_all(str
 @pytest.mark.parametrize(
     ("init", "wrt", "words"),
     [
-        (
-            init_tree,
-            "heads/*",
-            r"Every pattern of `wrt` must match a parameter; 'heads/\*' matches none of body/table, ",
-        ),
-        (init_tree, ["head/*", "x"], "'x' matches none of body/table, body/w, head/bias, head/kernel"),
+        (init_tree, ["head/*", "x"], "must match a parameter; 'x' matches none of body/table, body/w, head/bias, head"),
         (init_tree, (), r"must leave something to train; \(\) matches none of"),
         (init_tree, nnx.LoRAParam, "For a pytree, `wrt` is a path pattern"),
         (init_module, nnx.BatchStat, r"must leave something to train; .*BatchStat.* matches none of .* and 1 more"),

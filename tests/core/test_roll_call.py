@@ -126,7 +126,7 @@ def test_strangers_and_whatever_else_listens_are_passed_over(address):
 def test_a_taken_port_is_waited_for_and_named(address, noticed):
     with socket.create_server(roll_call.split_address(address)):
         error = str(Caller(address, 0, 2, seconds=1).end())
-    assert error.startswith(f"port {address[10:]} of the coordinator is taken on {HOST}: end what listens there")
+    assert error.startswith(f"port {address[10:]} of the coordinator is taken on {HOST}: end the program there")
     assert noticed[0] == f"port {address[10:]} of the coordinator is taken on {HOST}: waiting for it"
 
 
@@ -141,7 +141,7 @@ def test_of_two_processes_with_one_number_the_first_is_told(address):
     first, one = Caller(address, 0, 3), Caller(address, 1, 3)
     time.sleep(0.5)
     other = Caller(address, 1, 3)
-    assert "process 1 on " in str(error := one.end()) and "of its own" in str(error) and isinstance(error, Mismatch)
+    assert "came twice: give each process its own number" in str(error := one.end()) and isinstance(error, Mismatch)
     assert ends(Caller(address, 2, 3), first, other) == [None] * 3
 
 

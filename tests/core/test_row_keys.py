@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jdp
-from jdp.core.random.row_keys import RowDraws, read_draws, row_key_shape
+from jdp.core.gradients.row_keys import RowDraws, read_draws, row_key_shape
 from jdp.core.types import PartsError
 
 KEY = jax.random.key(11)
@@ -103,15 +103,10 @@ BY_ROW = {
     "width and rows alike": lambda k, ids: R.uniform(k, (len(ids), WIDTH, 8))[:, :, 0] + R.uniform(k, (WIDTH, 4))[0, 0],
 }
 SAMPLERS = {
-    "randint": lambda k, ids: R.randint(k, (len(ids), WIDTH), 0, 1000).astype(jnp.float32),
     "choice": lambda k, ids: R.choice(k, 10.0 * jnp.arange(9), (len(ids), WIDTH)),
     "shared permutation": lambda k, ids: jnp.ones((len(ids), 1)) * R.permutation(k, 9.0 * jnp.arange(5))[:WIDTH],
-    "shuffled inside": lambda k, ids: R.permutation(
-        k, jnp.ones((len(ids), 1)) * jnp.arange(9.0), axis=1, independent=True
-    )[:, :WIDTH],
     "multivariate normal": lambda k, ids: R.multivariate_normal(k, jnp.zeros(2), jnp.eye(2), (len(ids),)),
     "categorical": lambda k, ids: R.categorical(k, jnp.zeros((len(ids), WIDTH, 9))).astype(jnp.float32),
-    "truncated normal": lambda k, ids: R.truncated_normal(k, -1.0, 1.0, (len(ids), WIDTH)),
 }
 UNREAD = {
     "scan of splits": (scan_of_splits, "a key is carried from row to row"),

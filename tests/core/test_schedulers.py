@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jdp.base import machine
-from jdp.core.cluster.schedulers import Cluster, find_cluster, split_address
+from jdp.core.cluster.schedulers import Cluster, find_cluster
 
 SLURM_STEP = {
     "SLURM_JOB_ID": "4097",
@@ -50,14 +50,12 @@ FOUND: dict[str, tuple[dict[str, str], Cluster | None]] = {
     "Slurm step with its port": (SLURM_STEP | {"JAX_COORDINATOR_PORT": "9"}, Cluster("Slurm", "gpu007:9", 4, 3)),
     "Slurm step with its address": (SLURM_STEP | {"JDP_COORDINATOR": "ib7:9"}, Cluster("Slurm", "ib7:9", 4, 3)),
     "Slurm batch shell": (SLURM_BATCH_SHELL, None),
-    "Slurm interactive shell": (SLURM_BATCH_SHELL | {"SLURM_STEP_NUM_TASKS": "1"}, None),
     "Open MPI, one host": (
         OPEN_MPI | {"PMIX_NAMESPACE": "2017198081", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
         Cluster("Open MPI", f"127.0.0.1:{PORT_4}", 4, 1),
     ),
     "Open MPI 4, two hosts": (OPEN_MPI_4, Cluster("Open MPI", f"192.0.2.2:{PORT_4}", 4, 1)),
     "Open MPI 5, two hosts": (OPEN_MPI_5, Cluster("Open MPI", f"gpu-007:{PORT_5}", 4, 1)),
-    "Open MPI with its address": (OPEN_MPI | {"JDP_COORDINATOR": "h:9"}, Cluster("Open MPI", "h:9", 4, 1)),
     "Open MPI inside Slurm": (SLURM_STEP | OPEN_MPI_5, Cluster("Open MPI", f"gpu-007:{PORT_5}", 4, 1)),
     "Open MPI, one process": ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
     "JAX's variable": ({"JAX_COORDINATOR_ADDRESS": "h:1"}, Cluster("JAX_COORDINATOR_ADDRESS")),
@@ -92,11 +90,8 @@ def test_arguments_come_before_the_environment(describe: Any):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("h:1", None, None), "takes all of coordinator, num_processes and process_id"),
         ((None, 2, 0), r"coordinator=None, num_processes=2, process_id=0"),
         (("h:1", 2, 2), "0 <= process_id < num_processes"),
-        (("h", 2, 0), "HOST:PORT"),
-        (("h:", 2, 0), "a port from 1 to 65535"),
         (("h:70000", 2, 0), "a port from 1 to 65535"),
         (("::1:29500", 2, 0), r"brackets before its port; given '::1:29500'. Write \[::1\]:29500"),
     ],
@@ -104,10 +99,6 @@ def test_arguments_come_before_the_environment(describe: Any):
 def test_arguments_that_do_not_make_a_cluster_are_refused(arguments: tuple[Any, ...], message: str):
     with pytest.raises(ValueError, match=message):
         find_cluster(*arguments)
-
-
-def test_an_address_may_be_of_the_sixth_version():
-    assert split_address("[::1]:29500") == ("::1", 29500) and split_address("node0:1") == ("node0", 1)
 
 
 @pytest.mark.parametrize("missing", LAUNCHED)
@@ -155,33 +146,29 @@ def test_an_indexed_job_that_does_not_say_enough_is_refused_in_words(describe: A
         find_cluster()
 
 
+EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+TWO, FOUR = {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+
+
 @pytest.mark.parametrize(
-    ("extra", "devices"),
+    ("environment", "devices"),
     [
-        ({}, None),
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (4, 5, 6, 7)),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, (1,)),
-        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7", "SLURM_GPUS_PER_TASK": "4"}, None),
-        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7", "SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=4"}, None),
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, None),
+        (SLURM_STEP, None),
+        (SLURM_STEP | EIGHT, (4, 5, 6, 7)),
+        (SLURM_STEP | TWO, (1,)),
+        (SLURM_STEP | FOUR | {"SLURM_GPUS_PER_TASK": "4"}, None),
+        (SLURM_STEP | FOUR | {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=4"}, None),
+        (SLURM_STEP | FOUR | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, None),
+        (OPEN_MPI_4 | EIGHT, (4, 5, 6, 7)),
+        (OPEN_MPI_4 | TWO, (1,)),
+        (OPEN_MPI_4 | {"CUDA_VISIBLE_DEVICES": "5"}, None),
     ],
 )
-def test_a_slurm_task_takes_its_part_of_the_nodes_gpus(
-    extra: dict[str, str], devices: tuple[int, ...] | None, describe: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_takes_its_part_of_the_hosts_gpus(
+    environment: dict[str, str], devices: Any, describe: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(machine, "find_spec", lambda _: True)  # as if JAX had its CUDA plugin
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    describe(SLURM_STEP | extra)
-    cluster = find_cluster()
-    assert cluster is not None and cluster.local_device_ids == devices
-
-
-@pytest.mark.parametrize(("gpus", "devices"), [("0,1,2,3,4,5,6,7", (4, 5, 6, 7)), ("0,1", (1,)), ("5", None)])
-def test_a_rank_takes_its_part_of_the_hosts_gpus(
-    gpus: str, devices: Any, describe: Any, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(machine, "find_spec", lambda _: True)
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    describe(OPEN_MPI_4 | {"CUDA_VISIBLE_DEVICES": gpus})
+    describe(environment)
     cluster = find_cluster()
     assert cluster is not None and cluster.local_device_ids == devices

@@ -10,12 +10,10 @@ A draw that fails prints its case and its setting, one line each, and belongs in
 `pytest -m slow` draws many more: JDP_DRAWS says how many, JDP_FIRST_DRAW from where.
 
 Bounds. float32 sums over devices and microbatches run in another order, some 1e-7 of the largest term. Over 250 runs
-the largest difference seen is 6e-7 of a loss and 8e-7 of a leaf (of its largest value, or of 0.1, since what is smaller
-is a sum of what is not). The bound leaves a factor of six. A mask or a weight of one row in 64 that is off shows at
-1e-3.
-Few of the many draws magnify a rounding: a batch norm of a constant column divides it by sqrt(1e-5). Those are
-compared with what the hand-written step itself differs by (`spread`): XLA splits its rows as the setting does, and its
-parameters start one rounding apart. In draw 1118 jdp differs by 2e-3 of a norm, the hand-written one by 8e-2.
+the largest difference is 6e-7 of a loss and 8e-7 of a leaf (of its largest value, or of 0.1). The bound leaves a factor
+of six; a mask or a weight of one row in 64 that is off shows at 1e-3. A few draws magnify a rounding: a batch norm of a
+constant column divides it by sqrt(1e-5). These are compared with the differences of the hand-written step itself
+(`spread`), whose rows XLA splits as the setting does, and whose parameters start one rounding apart.
 """
 
 import functools
@@ -35,7 +33,7 @@ import jdp
 
 BOUND = 5e-6
 FIRST_DRAW = int(os.environ.get("JDP_FIRST_DRAW", "1000"))
-REFUSALS = "must be a sum over rows, and draw by row|on . microbatches|would be another one on each device"
+REFUSALS = "must be a sum over rows, and draw by row|on . microbatches|would depend on each device's rows"
 QUICK = ((171, 2), (205, 1), (218, 2), (219, 1))  # draws and settings: with KEPT they take every option
 KEPT = (
     # What a layer changes inside scan_layers, and what it reaches in its parent.
@@ -162,16 +160,10 @@ def trained(case, setting, folder, precision="fp32", evaluates=True, *, given=Fa
     start = (lambda _: values) if given else functools.partial(drawn_models.init, case)
     wrt = "[!e]*" if case.frozen else None
     loss_fn, key = loss_of(case), jax.random.key(case.seed)
+    settings = {"accumulate": setting.accumulate, "partitioning": setting.partitioning, "precision": precision}
 
     def made(plan):
-        step = jdp.make_train_step(
-            loss_fn,
-            plan,
-            accumulate=setting.accumulate,
-            partitioning=setting.partitioning,
-            precision=precision,
-            clip_norm=case.clip_norm,
-        )
+        step = jdp.make_train_step(loss_fn, plan, clip_norm=case.clip_norm, **settings)
         return plan, step, (start, optimizer(case.optimizer), plan)
 
     plan, step, arguments = made(plan_of(case, setting.strategy, setting.mesh))
@@ -187,13 +179,7 @@ def trained(case, setting, folder, precision="fp32", evaluates=True, *, given=Fa
         rows.append({name: float(value) for name, value in metrics.items()})
     evaluated = {}
     if evaluates:
-        evaluate = jdp.make_eval_step(
-            loss_fn,
-            plan,
-            accumulate=setting.accumulate,
-            precision=precision,
-            partitioning=setting.partitioning,
-        )
+        evaluate = jdp.make_eval_step(loss_fn, plan, **settings)
         evaluated = evaluate(state, placed if setting.then is None else batch)
     trees = (one_device.by_path(tree) for tree in (state.params, state.model_state, state.opt_state))
     return one_device.Run(rows, *map(jax.device_get, trees), {name: float(value) for name, value in evaluated.items()})

@@ -118,9 +118,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
         jax.tree.map(np.testing.assert_array_equal, own(after), own(state))
 
 
-# The codes.
-
-
 # The contract.
 
 
@@ -141,10 +138,7 @@ def report_of(strategy, wire, target=None, **settings):
 
 @pytest.mark.parametrize(
     ("wire", "most", "strategy"),
-    [
-        *(("int8", 0.27, strategy) for strategy in ("ddp", "zero1", "zero3")),
-        ("bf16", 0.51, "zero3"),  # as int8, with codes of another size
-    ],
+    [*(("int8", 0.27, strategy) for strategy in ("ddp", "zero1", "zero3")), ("bf16", 0.51, "zero3")],
 )
 def test_gradients_take_a_share_of_the_bytes_and_the_contract_knows_them(strategy, wire, most):
     """`bias` is too small to shard, and sent as it is."""
@@ -173,11 +167,8 @@ def test_buckets_are_thresholds_of_xlas_compiler_for_gpus(monkeypatch):
     names = {f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "all_reduce", "reduce_scatter")}
     assert Compiler.of("overlap", 5).settled.items() >= dict.fromkeys(names, 5).items()
     assert step.settings.compiler.settled == dict.fromkeys(names, 25 * 2**20)
-    assert (
-        step.changed(accumulate=2).settings.compiler.buckets
-        == step.changed(compiler="default").settings.compiler.buckets
-        == 25 * 2**20
-    )
+    for changes in ({"accumulate": 2}, {"compiler": "default"}):
+        assert step.changed(**changes).settings.compiler.buckets == 25 * 2**20
     assert step.compiler_options == {} and any("buckets is for" in said for said in notices._said)
 
 
@@ -197,9 +188,7 @@ def test_gpus_join_collectives_up_to_the_buckets_size():
     ("given", "words"),
     [
         ({"buckets": 0}, "at least 1"),
-        ({"buckets": "auto"}, "at least 1"),
         ({"wire": "int7"}, "did you mean int8"),
-        ({"wire": 8}, "given 8. Give one of these"),
         ({"wire": "int8", "partitioning": "auto"}, "leave partitioning out"),
     ],
 )

@@ -37,11 +37,7 @@ MATRICES = {
     "odd": (33, 31),
 }
 SHAPES = {**MATRICES, "bias": (6, 24)}
-NUMBERS = {
-    **jax.tree.map(lambda _: LAST, MATRICES, is_leaf=is_shape),
-    "q": Numbers(1, (2, 3)),
-    "bias": None,
-}
+NUMBERS = {**jax.tree.map(lambda _: LAST, MATRICES, is_leaf=is_shape), "q": Numbers(1, (2, 3)), "bias": None}
 SETTINGS = {"weight_decay": 0.1, "adam_learning_rate": 2e-3, "muon_weight_dimension_numbers": NUMBERS}
 
 
@@ -58,16 +54,14 @@ def wanted():
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"consistent_rms": 0.2, "beta": 0.9, "eps": 1e-7, "weight_decay": 0.1, "adam_weight_decay": 0.2},
         {"nesterov": False, "mu_dtype": "bfloat16", "adam_b1": 0.8, "adam_b2": 0.99, "adam_eps_root": 1e-8},
         {"ns_coeffs": "dion", "adaptive": True, "adam_learning_rate": 1e-3},
         {"ns_coeffs": ((3.0, -4.0, 1.5), (2.9, -3.9, 1.6)), "ns_steps": 2, "preconditioning": "aol"},
         {"preconditioning": "schatten", "ns_steps": 3, "weight_decay_mask": lambda p: jax.tree.map(jnp.ndim, p)},
-        {"muon_weight_dimension_numbers": NUMBERS},
         {"muon_weight_dimension_numbers": lambda p: jax.tree.map(lambda x: LAST if x.ndim > 1 else None, p)},
     ],
-    ids=["usual", "rms", "plain momentum", "dion", "coefficients", "schatten", "tree", "function"],
+    ids=["rms", "plain momentum", "dion", "coefficients", "schatten", "function"],
 )
 def test_on_one_device_it_is_optaxs(settings):
     """Updates and states, whose structure is optax' too."""
@@ -90,23 +84,6 @@ def test_equals_one_device(strategy, devices, accumulate):
     assert_kept(state, step)
     state = run(state, step, batches())
     assert_same(values(state), wanted())
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ({"strategy": "zero1"}, {"strategy": "zero3", "devices": 3}),
-        ({"strategy": "ddp"}, {"strategy": "zero2", "mesh": {"replica": 2, "data": 4}}),
-    ],
-)
-def test_training_goes_on_elsewhere(tmp_path, first, then):
-    state, step = start(plan_of(**first), SHAPES, muon())
-    state = run(state, step, batches()[:5])
-    jdp.save(tmp_path, state)
-    plan = plan_of(**then)
-    other, step = start(plan, SHAPES, muon())
-    for each in (jdp.place(state, plan), jdp.restore(tmp_path, other)):
-        assert_same(values(run(each, step, batches()[5:])), wanted())
 
 
 @pytest.mark.parametrize(
@@ -158,10 +135,9 @@ def test_in_a_loop_of_ones_own():
     assert_same(got, optax.contrib.muon(1e-2).update(alone, tx.init(alone), alone)[0], 1e-6)
 
 
-@pytest.mark.parametrize(("numbers", "said"), [(Numbers(0, 0), "different dimensions as rows and columns")])
-def test_bad_dimension_numbers_are_refused(numbers, said):
-    with pytest.raises(ValueError, match=said):
-        start(plan_of(), {"w": (8, 8)}, jdp.muon(1e-2, muon_weight_dimension_numbers={"w": numbers}))
+def test_bad_dimension_numbers_are_refused():
+    with pytest.raises(ValueError, match="different dimensions as rows and columns"):
+        start(plan_of(), {"w": (8, 8)}, jdp.muon(1e-2, muon_weight_dimension_numbers={"w": Numbers(0, 0)}))
 
 
 # Optimizers of matrices that are not jdp's: the same as on one device, and reported.
@@ -183,12 +159,7 @@ def test_the_cost_of_products_is_reported_once_with_the_leaf_and_the_bytes(caplo
     caplog.set_level("INFO", "jdp")
     shapes = {"u": (6, 16, 24), "one": (32, 24), "odd": (11, 13), "bias": (4, 4)}
     is_matrix = lambda params: jax.tree.map(lambda x: LAST if x.ndim > 2 else None, params)  # noqa: E731
-    for tx in (
-        jdp.muon(1e-2),
-        jdp.muon(1e-2, muon_weight_dimension_numbers=is_matrix),
-        optax.adafactor(),
-        optax.lamb(1),
-    ):
+    for tx in (jdp.muon(1e-2, muon_weight_dimension_numbers=is_matrix), optax.adafactor(), optax.lamb(1)):
         start(plan_of("zero3"), shapes, tx)
     start(plan_of("ddp"), shapes, optax.contrib.muon(1e-2))
     assert not [line for line in caplog.messages if "products of" in line]
@@ -197,7 +168,8 @@ def test_the_cost_of_products_is_reported_once_with_the_leaf_and_the_bytes(caplo
     [said] = [line for line in caplog.messages if "products of" in line]
     assert said == (
         "the optimizer's update takes matrix or inner products of u [6, 16, 24] and 1 more, 12 KiB that zero3 shards: "
-        "XLA gathers them or sums partial products, beside what zero3 promises; jdp.verify counts it"
+        "XLA gathers them or sums partial products, in addition to the traffic that zero3 promises; jdp.verify counts "
+        "it"
     )
 
 

@@ -64,12 +64,6 @@ def test_dtypes_are_what_devices_hold():
         assert jnp.asarray(sample[kind]).dtype == sample[kind].dtype  # nothing is changed on the way to a device
 
 
-def test_rows_are_not_copied():
-    arrays = {"features": FEATURES.astype(np.float32), "ids": np.arange(400).reshape(200, 2).astype(np.int32)}
-    data = array_data(arrays)
-    assert all(np.shares_memory(data.train[0][key], array) for key, array in arrays.items())
-
-
 def test_labels_may_be_names():
     names = np.array(["zebra", "ape", "cat"])[LABELS % 3]
     data = array_data({"features": FEATURES, "labels": names})
@@ -121,7 +115,6 @@ def test_a_token_beyond_the_vocabulary_is_found():
     ("wrong", "message"),
     [
         ({"tokens": TOKENS[0]}, r"whole numbers \[samples, length \+ 1\]; given uint16 \[9\]"),
-        ({"tokens": TOKENS.astype(float)}, r"given float64 \[50, 9\]"),
         ({"tokens": TOKENS.astype(int) - 50}, r"tokens must count from 0; given -\d+ in tokens of sample 0"),
         ({"tokens": TOKENS, "segments": TOKENS}, "packed tokens, with segments, require targets"),
     ],
@@ -154,15 +147,6 @@ def test_npy_files_are_mapped_and_named_by_their_files(tmp_path, notices):
     assert sides(one) == sides(data)
 
 
-def test_a_path_must_lead_to_arrays(tmp_path):
-    with pytest.raises(ValueError, match=r"data must exist; given .*none.npz"):
-        array_data(tmp_path / "none.npz")
-    with pytest.raises(ValueError, match=r"in .npz or .npy files, .* given .*data.csv"):
-        array_data(tmp_path / "data.csv")
-    with pytest.raises(ValueError, match=r"must hold .npy files; given .* with 0 other files"):
-        array_data(tmp_path)
-
-
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -171,11 +155,8 @@ def test_a_path_must_lead_to_arrays(tmp_path):
     [
         ({}, "at least one array; given none in the arrays given"),
         ({"x": FEATURES, "y": LABELS[:-1]}, r"same number of samples; given x \[200, 3\], y \[199\]"),
-        ({"x": np.array([{}, None])}, "must hold numbers; given x of dtype object"),
         ({"x": np.where(FEATURES[17, 2] == FEATURES, np.nan, FEATURES)}, "finite .*; given nan in x of sample 17 of"),
-        ({"x": np.array([1.0, 1e39])}, "finite numbers of 32 bits; given 1e[+]39 in x of sample 1"),
         ({"x": np.array([1, 2**31])}, "must fit in 32 bits, .* given 2147483648 in x of sample 1"),
-        ({"x": np.ones((5, 2))}, "two different samples, .* given 5 equal"),
         ({"x": FEATURES, "labels": FEATURES[:, 0]}, r"one class a sample, .* given float64 \[200\]"),
         ({"x": FEATURES, "labels": LABELS - 1}, "a class number must count from 0 .*; given -1 for sample"),
     ],
@@ -192,7 +173,6 @@ def test_arrays_that_cannot_be(arrays, message):
             {"features": "z"},
             'features = "z" must name one of the arrays; given no array "z" in .*, which has x, labels',
         ),
-        ({"labels": "x"}, 'labels = "x" must .*; given "labels" too'),
         ({"heldout": {"x": FEATURES}}, "names and shapes of the training arrays"),
         ({"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4; given 4"),
     ],
@@ -219,11 +199,6 @@ def test_a_fraction_of_zero_holds_nothing_out():
     """A set with an evaluation set of its own elsewhere is trained on in full."""
     data = array_data({"features": np.ones((3, 2))}, heldout_fraction=0.0)
     assert (len(data.train), len(data.heldout)) == (3, 0)
-
-
-def test_the_split_is_the_same_for_ever():
-    data = array_data({"x": np.arange(100)}, heldout_fraction=0.05)
-    assert data.heldout.rows.tolist() == [36, 54, 78, 84, 86]
 
 
 def test_a_held_out_set_of_its_own():

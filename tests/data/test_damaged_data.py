@@ -1,9 +1,7 @@
 """Data that is damaged, or names what is not its own: one error with the file's name; never a traceback or a wait."""
 
-import json
 import os
 
-import datasets
 import numpy as np
 import pytest
 from corpora import read_corpus
@@ -11,7 +9,7 @@ from corpora import read_corpus
 from jdp.base.errors import UserError
 from jdp.data import array_data, image_data, open_tokenizer, text_data
 from jdp.data.sources.array_files import read_arrays
-from jdp.data.sources.hub import _check_files, hub_data
+from jdp.data.sources.hub import check_files, hub_data
 
 
 def read_text(path):
@@ -50,53 +48,24 @@ def test_a_name_that_no_file_can_have_is_one_error(read):
         read("a\0b.npz")
 
 
-CARD = "---\nconfigs:\n- config_name: default\n  {}\n---\n"
-
-
-@pytest.fixture
-def offline(own_hub, tmp_path):
-    return tmp_path
-
-
-def card_folder(folder, names):
-    own = folder / "own"
-    own.mkdir()
-    (folder / "other.txt").write_text("not its own\n")
-    (own / "own.txt").write_text("its own\n")
-    (own / "README.md").write_text(CARD.format(names.replace("FOLDER", str(folder))))
-    return own
-
-
-@pytest.mark.parametrize("names", ["data_files: ../o*.txt", "data_files: FOLDER/other.txt"])
-def test_a_data_set_whose_card_names_files_outside_is_refused(offline, names):
-    own = card_folder(offline, names)
-    (own / "sub").mkdir()
-    said = r"must name its own files; given .*other\.txt, which is outside of the folder"
-    with pytest.raises(UserError, match=said):
-        hub_data(f"hf:{own}")
-
-
-@pytest.mark.parametrize("names", ["data_files: own.txt", "data_files: FOLDER/own/own.txt"])
-def test_a_data_set_whose_card_names_its_own_files_is_read(offline, names):
-    own = card_folder(offline, names)
-    assert hub_data(f"hf:{own}")[1].to_list() == [{"text": "its own"}]
-
-
-def test_a_saved_data_set_that_names_files_outside_is_refused(offline):
-    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(offline / "own")
-    assert hub_data(f"hf:{offline / 'own'}")[1].num_rows == 1
-    (offline / "own" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../other.arrow"}]}))
-    with pytest.raises(UserError, match=r"other\.arrow, which is outside of the folder"):
-        hub_data(f"hf:{offline / 'own'}")
-    both = offline / "both"
-    both.mkdir()
-    (both / "dataset_dict.json").write_text('{"splits": ["../own"]}')
-    with pytest.raises(UserError, match="which is outside of the folder"):
-        hub_data(f"hf:{both}")
-
-
 def test_a_data_set_on_the_hub_names_no_file_of_this_disk():
-    _check_files(["hf://datasets/owner/name@main/a.txt", "zip://a.txt::https://host/b.zip"], None)
+    check_files(["hf://datasets/owner/name@main/a.txt", "zip://a.txt::https://host/b.zip"], None)
     for file in ("/etc/passwd", "file:///etc/passwd", "zip://a.txt::/etc/b.zip"):
         with pytest.raises(UserError, match="which is on this disk"):
-            _check_files([file], None)
+            check_files([file], None)
+
+
+@pytest.mark.parametrize("named", ["own.txt", "../o*.txt", "FOLDER/other.txt"])
+def test_a_card_names_files_of_its_folder(own_hub, tmp_path, named):
+    """Also by an absolute path; files outside are refused."""
+    own = tmp_path / "own"
+    own.mkdir()
+    for file in (own / "own.txt", tmp_path / "other.txt"):
+        file.write_text(f"{file.stem}\n")
+    card = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
+    (own / "README.md").write_text(card.format(named.replace("FOLDER", str(tmp_path))))
+    if named == "own.txt":
+        assert hub_data(f"hf:{own}")[1].to_list() == [{"text": "own"}]
+        return
+    with pytest.raises(UserError, match=r"given .*other\.txt, which is outside of the folder"):
+        hub_data(f"hf:{own}")

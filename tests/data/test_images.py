@@ -2,12 +2,11 @@
 
 import itertools
 import shutil
-import sys
 
 import datasets
 import numpy as np
 import pytest
-from picture_files import CLASSES, PIXELS, encoded, folder_of, pixels_of, samples_of, write_pictures
+from picture_files import PIXELS, encoded, folder_of, pixels_of, samples_of, write_pictures
 
 import jdp
 from jdp.base.errors import UserError
@@ -23,10 +22,6 @@ RNG = np.random.default_rng(0)
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     return write_pictures(tmp_path_factory.mktemp("pictures"))
-
-
-def contents(side):
-    return {side[index]["images"].tobytes() for index in range(len(side))}
 
 
 # --- digits ---------------------------------------------------------------------------------------------------------
@@ -62,27 +57,6 @@ def test_the_held_out_digits_are_the_same_for_ever():
 # --- a directory ----------------------------------------------------------------------------------------------------
 
 
-def test_folders_are_classes_and_every_picture_is_a_sample(pictures):
-    data = image_data(folder_of(pictures), heldout_fraction=0.2)
-    assert data.classes == CLASSES and data.shape == (6, 5, 3)
-    found = {pixels_of(sample).tobytes(): int(sample["labels"]) for sample in samples_of(data)}
-    assert found == {values.tobytes(): number % 3 for number, values in enumerate(PIXELS)}
-    assert len(data.train) + len(data.heldout) == 30 and data.heldout
-    assert all(sample["images"].dtype == np.float32 for sample in samples_of(data))
-
-
-def test_folders_to_train_and_to_evaluate_on(pictures, tmp_path):
-    shutil.copytree(pictures, tmp_path / "train")
-    shutil.copytree(pictures / "cat", tmp_path / "val" / "cat")
-    shutil.copytree(pictures / "ape", tmp_path / "val" / "ape")
-    source = folder_of(tmp_path)
-    with pytest.raises(ValueError, match=r"is one split; .* has train, validation: write one of"):
-        image_data(source)
-    data = image_data(f"{source}:train", heldout=f"{source}:validation")
-    assert (len(data.train), len(data.heldout), data.classes) == (30, 20, CLASSES)
-    assert "a set of its own" in str(data)
-
-
 def test_a_held_out_set_by_name(pictures, tmp_path):
     other = write_pictures(tmp_path / "other", 255 - PIXELS)
     data = image_data(folder_of(pictures), heldout=folder_of(other))
@@ -93,30 +67,11 @@ def test_a_held_out_set_by_name(pictures, tmp_path):
         image_data(folder_of(pictures), heldout=folder_of(other))
 
 
-def test_the_split_is_by_content(pictures, tmp_path):
-    here = image_data(folder_of(pictures), heldout_fraction=0.3)
-    for number, path in enumerate(sorted(pictures.glob("*/*"), reverse=True)):
-        there = tmp_path / path.parent.name / f"picture{number}.png"
-        there.parent.mkdir(exist_ok=True)
-        shutil.copy(path, there)
-    moved = image_data(folder_of(tmp_path), heldout_fraction=0.3)
-    assert contents(here.heldout) == contents(moved.heldout) and contents(here.train) == contents(moved.train)
-    assert not contents(here.train) & contents(here.heldout)
-    more = image_data(folder_of(pictures), heldout_fraction=0.6, size=3)
-    assert contents(image_data(folder_of(pictures), heldout_fraction=0.3, size=3).heldout) < contents(more.heldout)
-
-
 def test_the_fingerprint_is_of_the_samples_not_of_the_place(pictures, tmp_path):
     copy = shutil.copytree(pictures, tmp_path / "copy")
     prints = [image_data(folder_of(folder)).fingerprint for folder in (pictures, copy)]
     assert prints[0] == prints[1]
-    prints += [
-        image_data(folder_of(pictures), **one).fingerprint for one in ({"size": 4}, {"mean": 0.4}, {"channels": 1})
-    ]
-    prints += [
-        image_data(folder_of(pictures), heldout_fraction=0.5).fingerprint,
-        image_data(folder_of(pictures), heldout=folder_of(copy)).fingerprint,
-    ]
+    prints += [image_data(folder_of(pictures), **one).fingerprint for one in ({"size": 4}, {"heldout_fraction": 0.5})]
     (copy / "cat" / "001.png").write_bytes(encoded(PIXELS[1] // 2))
     prints.append(image_data(folder_of(copy)).fingerprint)
     (copy / "cat" / "001.png").rename(copy / "zebra" / "001.png")
@@ -216,7 +171,6 @@ def test_a_corrupt_picture_is_one_error_in_the_loop(pictures, tmp_path, damage):
     [
         ((), "imagefolder reads .png, .* there are none"),
         (("1.png", "2.png"), "a column of labels must be named, .* given none that is known"),
-        (("cat/1.png",), "a column of labels must be named, .* with image"),
         (("cat/1.png", "dog/1.png"), "two different samples, .* given 2 equal"),
         (
             ("train/cat/1.png", "extra/cat/1.png"),
@@ -253,23 +207,3 @@ def test_what_jdp_does_not_read_is_told_how_to_be(tmp_path, name, builder):
 def test_arguments_that_cannot_be(pictures, wrong, message):
     with pytest.raises(ValueError, match=message):
         image_data(folder_of(pictures), **wrong)
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "message"),
-    [
-        ("PIL", "pictures", r"needs the package PIL, which is not installed: pip install '\.\[hf\]'"),
-        ("sklearn", "digits", r'"digits" needs the package sklearn, .* pip install \'\.\[test\]\''),
-    ],
-)
-def test_a_missing_package_is_reported_with_the_command(pictures, monkeypatch, module, source, message):
-    class Missing:
-        def find_spec(self, name, *_):
-            if name == module:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    with pytest.raises(ValueError, match=message):
-        image_data(folder_of(pictures) if source == "pictures" else source)

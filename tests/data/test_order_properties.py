@@ -6,7 +6,6 @@ Processes are simulated: each walks its own iterator of its own rows, which is a
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,14 +149,6 @@ def test_an_epoch_has_every_sample_once_and_padding_weighs_nothing(run):
 
 
 @few
-@given(st.sampled_from((vectors, images)), sizes, batch_sizes, st.integers(1, 3))
-def test_the_weights_of_an_epoch_count_its_examples_exactly(kind, samples, batch_size, epochs):
-    """What evaluation divides by: no example more, none less, whatever the last batch is."""
-    batches = global_batches(kind(samples), batch_size=batch_size, seed=0, epochs=epochs)
-    assert sum(float(batch["weights"].sum()) for batch in batches) == epochs * samples
-
-
-@few
 @given(runs(all_sources), st.data())
 def test_a_run_resumes_at_any_batch_on_other_processes(run, data):
     source, partition, epochs, settings = run
@@ -194,10 +185,3 @@ def test_a_long_epoch_repeats_no_sample(samples, seed, position, count):
     position -= max(0, position % samples + count - samples)
     found = [sample_index(seed, samples, position + offset) for offset in range(count)]
     assert len(set(found)) == count and all(0 <= index < samples for index in found)
-
-
-@pytest.mark.parametrize("kind", SOURCES, ids=lambda kind: kind.__name__)
-def test_every_kind_of_source_has_weights_of_float32(kind):
-    source = kind(7)
-    assert len(source) == 7
-    assert all(source[index]["weights"].dtype == np.float32 for index in range(7))

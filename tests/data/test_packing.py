@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdp.data import TextSamples, text_data
-from jdp.data.text.packing import best_fit
+from jdp.data.text.token_array import best_fit
 
 LENGTH = 16
 
@@ -64,10 +64,6 @@ def test_rows_are_few(sizes):
     assert all(a + b > 17 for a, b in itertools.combinations(filled.tolist(), 2))
 
 
-def test_the_tightest_row_is_taken():
-    assert best_fit([7, 8, 6, 4, 6], 12) == [0, 1, 2, 1, 2]
-
-
 def test_long_documents_are_cut_and_short_ones_fill_up():
     samples = packed([2 * LENGTH + 6, 11, 1])  # 37 pairs and 10; one token alone has no target
     assert len(samples) == 3
@@ -76,24 +72,6 @@ def test_long_documents_are_cut_and_short_ones_fill_up():
     assert last["tokens"].tolist() == [*range(38, 48), *range(32, 37), 0]
     assert last["segments"].tolist() == [1] * 10 + [2] * 5 + [0]
     assert samples.waste == pytest.approx(1 / 48)
-
-
-def test_samples_are_a_sequence_of_stated_arrays():
-    samples = packed([5, 30])
-    assert {key: (value.shape, value.dtype) for key, value in samples[0].items()} == {
-        "tokens": ((LENGTH,), np.int32),
-        "targets": ((LENGTH,), np.int32),
-        "segments": ((LENGTH,), np.int32),
-        "weights": ((LENGTH,), np.float32),
-    }
-    assert np.array_equal(samples[-1]["tokens"], samples[len(samples) - 1]["tokens"])
-    with pytest.raises(IndexError):
-        samples[len(samples)]
-
-
-def test_a_thousand_documents_waste_little():
-    sizes = np.random.default_rng(0).geometric(1 / 40, 2000).tolist()
-    assert packed(sizes, 128).waste < 0.005
 
 
 def documents_of(side):
@@ -115,28 +93,3 @@ def test_text_is_packed_whole(tmp_path):
         assert data.tokenizer.decode(row["targets"][row["segments"] == 1]).endswith(
             "\0"
         )  # what closes a document is learnt
-
-
-def test_a_text_shorter_than_a_row_is_padded(tmp_path):
-    (tmp_path / "a.txt").write_text("short")
-    data = text_data(tmp_path / "a.txt", length=32, packing="documents")
-    assert len(data.train) == 1 and data.train[0]["weights"].sum() == 4
-
-
-@pytest.mark.parametrize(
-    ("sizes", "length", "message"),
-    [
-        ([3], 0, "length must be at least 1; given 0"),
-        ([1, 1], 4, r"given 2 token\(s\) in 2 document\(s\)"),
-        ([], 4, "given 0"),
-    ],
-)
-def test_what_cannot_be_packed_is_reported(sizes, length, message):
-    with pytest.raises(ValueError, match=message):
-        packed(sizes, length)
-
-
-def test_there_are_two_packings(tmp_path):
-    (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(ValueError, match='packing must be "stream" or "documents"; given "rows"'):
-        text_data(tmp_path / "a.txt", length=2, packing="rows")

@@ -7,13 +7,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from corpora import read_corpus
-from tiny_experiment import entries, train_here
-from tiny_runs import rows
 
-import jdp
 from jdp.base.errors import UserError
-from jdp.data import global_batches, mixture, text_data
-from jdp.data.feed import process_rows
+from jdp.data import global_batches, text_data
 from jdp.data.text import documents as reads_text
 
 TEXTS = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(60)]
@@ -65,55 +61,3 @@ def test_what_a_stream_cannot_do_is_a_users_mistake(folder, split):
     with pytest.raises(ValueError, match=said) as caught:
         text_data(f"hf-stream:{folder}:{split}", length=16)
     assert isinstance(caught.value, UserError)
-
-
-def test_a_stream_that_breaks_off_leaves_nothing(folder, tmp_path):
-    last = max(folder.iterdir())
-    last.write_bytes(last.read_bytes()[:-40])
-    with pytest.raises(ValueError, match="must be readable by `datasets`; given hf-stream:") as caught:
-        text_data(f"hf-stream:{folder}", length=16)
-    assert isinstance(caught.value, UserError)
-    assert not [path for path in (tmp_path / "cache" / "token_files").iterdir() if path.is_dir()]
-
-
-def test_a_mixture_of_all_has_one_order_on_any_number_of_devices_and_processes(folder, tmp_path):
-    """A stream, files mapped from disk and text in memory; on 1, 2 and 4 devices and processes, and after a resume."""
-    (tmp_path / "a.txt").write_text("".join(reversed(TEXTS)))
-    texts = [
-        (text_data(f"hf-stream:{folder}", length=16), 3),
-        (text_data(read_whole(folder), length=16, in_files=True, heldout_fraction=0.3), 2),
-        (text_data(tmp_path / "a.txt", length=16), 1),
-    ]
-    mixed = mixture(texts, seed=4).train
-    batches = iter(global_batches(mixed, batch_size=8, seed=1))
-    whole = [next(batches) for _ in range(40)]  # several epochs of the third
-    for devices in (1, 2, 4):
-        plan = jdp.Plan(jdp.make_mesh(devices=jdp.make_mesh(data=-1).devices.flat[:devices], data=-1))
-        loader = global_batches(mixed, batch_size=8, seed=1, start=30, rows=process_rows(plan, 8))
-        with jdp.shard_batches(loader, plan) as feed:
-            for expected, batch in zip(whole[30:33], feed, strict=False):
-                assert all(np.array_equal(batch[key], expected[key]) for key in expected)
-        for rank in range(devices):  # as processes with a device each
-            rows = range(rank * 8 // devices, (rank + 1) * 8 // devices)
-            part = next(iter(global_batches(mixed, batch_size=8, seed=1, start=35, rows=list(rows))))
-            assert all(np.array_equal(part[key], whole[35][key][rows.start : rows.stop]) for key in part)
-
-
-def test_a_stream_trains_and_resumes(tmp_path):
-    """From an experiment file beside it, mixed with text: 4 steps at once, or 2 and 2 more, end alike."""
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    (tmp_path / "a.txt").write_text("".join(TEXTS))
-    model = {"name": "gpt-nano", "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 8}
-    mixed = {"mixture": {"a": {"source": "hf-stream:./rows:train", "weight": 2.0}, "b": {"source": "a.txt"}}}
-    rule = {"name": "sgd", "schedule": "constant"}
-    (tmp_path / "x.toml").write_text(entries({"name": "x", "model": model, "data": mixed, "optimizer": rule}))
-    jdp.keep_programs()  # of the first run, for the two others; after this file conftest undoes it
-    last = []
-    for name, stops in (("once", (4,)), ("twice", (2, 4))):
-        for steps in stops:
-            settings = {"name": name, "train.steps": str(steps), "train.batch_size": "8", "train.log_every": "1"}
-            settings |= {"train.eval_batches": "1", "sample.length": "1"}
-            train_here(tmp_path / "x.toml", tmp_path / "runs", settings, devices=1)
-        last.append([rows(tmp_path / "runs" / name, key)[4] for key in ("loss", "eval_a_loss")])
-    assert last[0] == last[1]

@@ -131,9 +131,7 @@ def test_columns_that_look_like_ids_or_weights_are_named(tmp_path, notices):
             "must be whole numbers from 0 to 255, below vocab_size 256; given 256 as token 1 of .* row 1",
         ),
         ([[1, 2], [-3]], "given -3 as token 0 of .*a.jsonl .*, row 1"),
-        ([[1.5]], "must be whole numbers .* given 1.5 as token 0"),
         (["text"], r'the column "input_ids" must have a list of numbers a row; given string'),
-        ([[[1], [2, 3]]], "must have a list of numbers a row; given list"),
         ([[1], None], r"must have a list in each row; given null"),
     ],
 )
@@ -151,16 +149,9 @@ def test_ids_that_cannot_be_name_row_and_id(tmp_path, rows, message):
             {"weights": "loss_mask"},
             "must be of the same lengths; given 2 and 1 in .* row 1",
         ),
-        ({"loss_mask": [[1, 1], [1, 2]]}, {"weights": "loss_mask"}, "must be numbers from 0 to 1; given 2 as token 1"),
-        (
-            {"w": [[1.0, 0.5], [-0.5, 1]]},
-            {"weights": "w"},
-            "must be numbers from 0 to 1; given -0.5 as token 0 of .* row 1",
-        ),
         ({"w": [[1.0, float("nan")], [1, 1]]}, {"weights": "w"}, "must be numbers from 0 to 1; given nan as token 1"),
         ({"labels": [[6, 5], [7, 8]]}, {"labels": "labels"}, "must be the ids, or -100 .* given 6 as token 0"),
         ({"m": [[1, 2], [1, 1]]}, {"attention_mask": "m"}, "must be 0 or 1; given 2 as token 1"),
-        ({"x": [1, 2]}, {"weights": "loss_mask"}, 'weights = "loss_mask" must be a column; given .* with input_ids, x'),
         ({}, {"weights": "a", "labels": "b"}, "weights and labels both set the weights"),
     ],
 )

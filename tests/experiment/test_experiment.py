@@ -12,7 +12,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, describe, from_table, load, to_toml
 from jdp.experiment.schema.experiment import USED_BY, Experiment, Optimizer
 from jdp.models import GPTConfig
-from jdp.models.configs.sizes import SIZES
+from jdp.models.sizes import SIZES
 
 
 @pytest.fixture
@@ -93,11 +93,11 @@ WRONG_FILES = {
     "table expected": ("train = 3\n" + SMALL.split("[train]")[0], "train must be a table; given 3"),
     "axis of no size": (
         SMALL + "[mesh]\ndata = 0",
-        "mesh: Mesh axes are positive sizes, at most one of them -1 (what is left); given data=0",
+        "mesh: Mesh axes are positive sizes, and one may be -1 (the rest); given data=0",
     ),
     "two open axes": (
         SMALL + "[mesh]\ndata = -1\nmodel = -1",
-        "mesh: Mesh axes are positive sizes, at most one of them -1 (what is left); given data=-1 × model=-1",
+        "mesh: Mesh axes are positive sizes, and one may be -1 (the rest); given data=-1 × model=-1",
     ),
     "axis without a name": (SMALL + "[mesh]\n'a b' = 2", "mesh: Mesh axes are named like variables"),
     "a config's own rule": (in_model("width = 63"), "model: heads must divide width; given"),

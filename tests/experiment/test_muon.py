@@ -16,7 +16,7 @@ from jdp.experiment.file import from_table
 from jdp.experiment.matrices import matrix_dimensions
 from jdp.experiment.optimizer import decay_mask, learning_rate, optimizer
 from jdp.models import SIZES, GPTConfig
-from jdp.models.sizes import build, parameter_shapes
+from jdp.models.construction import build, parameter_shapes
 
 LAST_TWO, CONVOLUTION = (-2, -1), ((-4, -3, -2), (-1,))
 TINY = GPTConfig(vocab_size=16, context=8, layers=3, width=8, heads=2, bias=True, tied=False)

@@ -72,14 +72,6 @@ def test_bytes_of_one_collective(where, dtype, f, ins, outs, kind, elements, sha
     assert traffic([found]) == {kind: payload}
 
 
-@ON_BOTH
-def test_where_a_collective_was_written(where):
-    [found] = collectives(compiled(mesh_of(where), psum, (P("data"),), P(), ((64, 128), F32)))
-    assert found.op_name is not None
-    assert found.op_name.endswith("/psum")
-    assert found.source == f"{__file__}:{psum.__code__.co_firstlineno + 1}"
-
-
 # Groups
 
 
@@ -135,24 +127,8 @@ def by_predicate(x):
     return lax.cond(x[0, 0] > 0, psum, lambda x: all_gather(x)[:8], x)
 
 
-def by_index(x):
-    return lax.switch(x[0, 0].astype(jnp.int32), [psum, lambda x: all_gather(x)[:8], lambda x: x * 2], x)
-
-
 @ON_BOTH
-@pytest.mark.parametrize("choose", [by_predicate, by_index])
-def test_a_conditional_counts_the_branch_that_sends_most_and_says_so(where, choose):
-    [found] = collectives(compiled(mesh_of(where), choose, (P("data"),), P("data"), ((64, 128), F32)))
+def test_a_conditional_counts_the_branch_that_sends_most_and_says_so(where):
+    [found] = collectives(compiled(mesh_of(where), by_predicate, (P("data"),), P("data"), ((64, 128), F32)))
     assert (found.kind, found.payload_bytes) == ("all-gather", 32768)
     assert found.caveats == ("inside a conditional: the branch that sends most is counted",)
-
-
-@ON_BOTH
-def test_combined_tensors_are_summed(where):
-    def f(x, y, z):
-        return psum(x), psum(y), psum(z)
-
-    arrays = ((64, 16), F32), ((8, 4), F32), ((3,), F32)
-    text = compiled(mesh_of(where), f, (P("data"), P("data"), P()), (P(), P(), P()), *arrays)
-    [found] = collectives(text)
-    assert found.payload_bytes == 4 * (8 * 16 + 4 + 3)

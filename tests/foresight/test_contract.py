@@ -58,11 +58,6 @@ def test_theory_counts_what_is_local_to_the_models_own_axes():
     assert promised.payload_bytes == {"reduce-scatter": 4 * 5128, "all-gather": 4 * 5128}
 
 
-# Axes
-
-
-# The verdict
-
 EVERYONE = (tuple(range(8)),)
 PROMISED = theory(jdp.Plan(jdp.make_mesh(), "zero1"), PARAMS, StepSettings())
 
@@ -92,9 +87,6 @@ def test_the_verdicts_bounds(scattered, gathered, other, kept):
     verdict = compare(sends, PROMISED)
     assert verdict.kept is kept
     assert verdict.wire_bytes == pytest.approx(7 / 8 * (scattered + gathered + 2 * other))
-
-
-# Lines and parameters
 
 
 # Planted breaches. x [rows, 256] -> tanh(x w) [rows, 320] -> v [320, 64]; 96 rows, so that no activation looks like a

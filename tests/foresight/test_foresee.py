@@ -144,34 +144,16 @@ def test_people_get_tables_and_sentences(told):
 
 
 @pytest.mark.aot
-def test_what_does_not_fit_has_no_times_and_options_are_the_compilers(jdp_command):
-    options = "{xla_gpu_enable_latency_hiding_scheduler = true, xla_gpu_gone = 1}"
-    given = ("--target", "a100:1x8", "--strategy", "ddp", "--train.batch_size", str(2**28), "--compiler", options)
-    code, out, err = jdp_command("plan", *given, "--json", file="digits.toml")
+def test_what_does_not_fit_has_no_times(jdp_command):
+    given = ("--target", "a100:1x8", "--strategy", "ddp", "--train.batch_size", str(2**28))
+    code, out, _ = jdp_command("plan", *given, "--json", file="digits.toml")
     [row] = json.loads(out)["strategies"]
     assert code == 0 and row["fits"] is False and row["bytes_per_device"] > row["available_bytes"]
     timed = ("step_seconds", "mfu", "exposed_fraction", "exposed_seconds", "tokens_per_second", "efficiency")
     assert {row[key] for key in timed} == {None} and row["wire_bytes_per_device"] > 0
-    assert "no compiler option xla_gpu_gone on gpu: it is left out" in err
     code, out, _ = jdp_command("plan", *given, file="digits.toml")
     [line] = [line for line in out.splitlines() if line.startswith("ddp") and {"auto", "manual"} & {*line.split()}]
     assert code == 0 and line.split()[-6:] == ["–"] * 6
-    refused = (*given[:-1], "{xla_gpu_enable_latency_hiding_scheduler = 3}")
-    assert jdp_command("plan", *refused, file="digits.toml")[0] == 2
-
-
-def test_several_targets_have_a_row_each(jdp_command):
-    given = ("--target", "h100:1x2,h100:1x4", "--strategy", "zero1")
-    found = json.loads(jdp_command("plan", *given, "--json", file="digits.toml")[1])
-    assert [(each["target"], len(each["strategies"])) for each in found["targets"]] == [
-        ("h100:1x2", 1),
-        ("h100:1x4", 1),
-    ]
-    code, out, _ = jdp_command("plan", *given, file="digits.toml")
-    rows = [line.split() for line in out.splitlines() if line.startswith("h100:")]
-    assert code == 0 and [row[:4] for row in rows] == [
-        [each["target"], f"{each['devices']}", each["choice"], "yes"] for each in found["targets"]
-    ]
 
 
 def test_verify_keeps_or_breaks(jdp_command, planned):
@@ -192,12 +174,9 @@ def test_verify_keeps_or_breaks(jdp_command, planned):
 
 MISTAKES = [
     (("plan", "--target", "h1000:8x8"), "did you mean h100?"),
-    (("plan", "--target", "h100:99999x8"), "at most 16384 devices"),
     (("plan", "--target", "h100:1x8", "--model.attention", "cudnn", "--precision", "fp32"), "takes 16-bit floats"),
-    (("plan", "--target", "h100:1x8", "--strategy", "zero4"), "given 'zero4'"),
     (("plan", "--target", "h100:1x8", "--html", "/no/such/folder/p.html"), "there is no folder"),
     (("plan", "--target", "h100:1x8,h100:2x8", "--html", "page.html"), "a page on one target; given 2"),
-    (("verify", "--target", "h100:2"), "a target is"),
 ]
 
 

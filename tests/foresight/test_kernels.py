@@ -213,6 +213,3 @@ def test_a_step_takes_as_long_as_measured():
     products = short.matmul_seconds - short.attention_seconds
     assert products == pytest.approx(seconds("nvjet", "gemm_fusion", "splitK"), rel=0.05)
     assert not any("fmha" in caveat for caveat in short.caveats)
-
-
-# Seconds.

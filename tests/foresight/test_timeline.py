@@ -11,7 +11,7 @@ import pytest
 
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.collectives import collective_seconds
+from jdp.foresight.timing.operations import collective_seconds
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, timeline
 
 EVERYONE = (tuple(range(8)),)
@@ -154,26 +154,6 @@ def test_communication_is_exposed_as_far_as_no_computation_stands_beside_it():
     shared = simulated(work)  # two collectives share the lane
     assert shared.exposed_seconds == pytest.approx(2 * gather_seconds() - 2 * copy_seconds(SHORT))
     same(shared, work)
-
-
-def test_wrapped_collectives_travel_on_the_communication_lane():
-    """As jax 0.12 writes small ones: `fusion-start` around a plain all-reduce."""
-    text = """HloModule m, is_scheduled=true, num_partitions=8
-%wrapped (a: f32[1024]) -> f32[1024] {
-  %a = f32[1024]{0} parameter(0)
-  ROOT %r = f32[1024]{0} all-reduce(%a), replica_groups={}, to_apply=%add
-}
-ENTRY %main (p: f32[1024], x: f32[134217728]) -> f32[1024] {
-  %p = f32[1024]{0} parameter(0)
-  %x = f32[134217728]{0} parameter(1)
-  %s = ((f32[1024]{0}), f32[1024]{0}, u32[]) fusion-start(%p), kind=kLoop, calls=%wrapped
-  %c = f32[134217728]{0} copy(%x)
-  ROOT %d = f32[1024]{0} fusion-done(%s)
-}
-"""
-    result = timeline(parse(text), h100())
-    assert result.communication_seconds == pytest.approx(collective_seconds("all-reduce", 4096, EVERYONE, h100()))
-    assert result.exposed_seconds == 0 < result.compute_seconds
 
 
 def test_a_loop_of_unknown_length_is_counted_once_with_a_caveat():

@@ -44,6 +44,7 @@ def mlp_loss(model, batch, rng):
 @dataclass(frozen=True)
 class Program:
     step: jdp.Step
+    state: jdp.TrainState
     compiled: Compiled
     report: Report
 
@@ -74,19 +75,19 @@ def abstract_batch(config, rows):
 
 
 @functools.cache
-def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h100:1x8", wrt=None, triton=False):
+def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h100:1x8", wrt=None, adam=False):
     """The train step of `config`, compiled for the target `on`. What is sent, and which weights are gathered when,
     depends neither on the optimizer nor on how matrix products are computed: no AdamW, no Triton kernels."""
     devices = target(on).devices
     plan = jdp.Plan(jdp.make_mesh(devices=devices), strategy)
     init = lambda rng: build(config, rngs=nnx.Rngs(rng))  # noqa: E731
-    state = jdp.abstract_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(0), wrt=wrt)
+    tx = optax.adamw(1e-3) if adam else optax.sgd(1e-3)
+    state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt)
     batch, loss = abstract_batch(config, len(devices) * accumulate * 2), LOSSES[type(config)]
-    compiler = {"xla_disable_hlo_passes": "triton-softmax-rewriter"} if triton else WITHOUT_TRITON
-    settings = {"precision": precision, "partitioning": partitioning, "compiler": compiler}
+    settings = {"precision": precision, "partitioning": partitioning, "compiler": WITHOUT_TRITON}
     step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings, check_loss=False)
     program = compile_step(step.lower(state, batch))
-    return Program(step, program, report(step, state, program, on))
+    return Program(step, state, program, report(step, state, program, on))
 
 
 # The scanned GPT under every strategy with several microbatches - ddp's is below, where a part is trained -, and with
@@ -188,24 +189,3 @@ def test_what_runs_in_the_loop_over_the_microbatches(config, strategy):
     placed = [s for s in report.collectives if s.collective.payload_bytes > 8192]
     assert {s.collective.kind for s in placed if s.in_accumulation_loop} == looped[strategy]
     assert not {s.collective.kind for s in placed if not s.in_accumulation_loop} & looped[strategy]
-
-
-def test_auto_breaks_the_contract_where_the_choice_says_so():
-    """The reasons for picking manual are real: auto sends more in just these programs, and the report says where."""
-    accumulating = compiled(GPT, "zero1", "auto", 4, precision="fp32").report
-    assert accumulating.ratio > 1.5
-    assert "for every microbatch" in accumulating.breaches[0]
-    assert "layers/attention/" in accumulating.breaches[0]
-    assert "jdp/models/modules.py:" in accumulating.breaches[0]
-    assert "partitioning='manual'" in accumulating.breaches[0]
-    tied = compiled(GPT, "ddp", "auto", 1, precision="fp32").report
-    assert tied.ratio > 1.02
-    [breach] = tied.breaches
-    assert "embed/tokens" in breach
-    assert "sent more often than promised" in breach
-    lower = compiled(MLP, "ddp", "auto", 1)  # reduces in bf16, although fp32 is asked for
-    assert sum(c.payload_bytes for c in lower.collectives if c.dtype == "bf16") > 0.9 * 2 * lower.params
-    assert (
-        "gradients are reduced in bf16, and precision.reduce is fp32: auto cannot choose the dtype"
-        in lower.report.notes
-    )

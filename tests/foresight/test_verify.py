@@ -105,15 +105,6 @@ def test_an_evaluation_step_has_no_contract():
         verify(jdp.make_eval_step(loss_fn, step.plan, check_loss=False), state, batch)
 
 
-def test_results_come_from_the_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path))
-    first = verify(*made(), "h100:1x8")
-    assert len(list(tmp_path.iterdir())) == 1
-    again = verify(*made(), "h100:1x8")
-    assert again.to_json() == first.to_json()
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 # A step, its state and its batch on a target's devices
 
 

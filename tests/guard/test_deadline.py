@@ -9,8 +9,7 @@ from own_process import python
 import jdp
 from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
 from jdp.guard import deadline as module
-from jdp.guard.deadline import Deadline, set_xla_timeout
-from jdp.guard.who_is_behind import DEVICES, Position, whereabouts
+from jdp.guard.deadline import DEVICES, Deadline, Position, set_xla_timeout, whereabouts
 
 
 def at(step, doing=DEVICES, when=100.0):
@@ -148,8 +147,7 @@ def test_a_users_own_loop_that_hangs_outside_of_python_ends_with_75(tmp_path):
 def test_a_process_without_memory_ends_too(tmp_path):
     """No thread can be started then, and any line of Python may raise MemoryError."""
     (tmp_path / "hangs.py").write_text(HANGS)
-    done = python(tmp_path / "hangs.py", "exhausted", timeout=60)
-    assert done.returncode == 75, done.stderr
+    assert python(tmp_path / "hangs.py", "exhausted", timeout=60).returncode == 75
 
 
 def test_a_loop_that_moves_is_left_alone(tmp_path):

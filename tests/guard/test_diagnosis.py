@@ -60,16 +60,11 @@ def test_who_was_killed_is_who_fell_silent_first(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-00001.log").write_text("step 19\n\nOut of memory\n")
     waits = [event(1033.0, "alive", doing="waiting for the devices", step=20)]
-    found = asked(tmp_path, [*loop(0), *waits], loop(1, steps=19))
+    found = asked(tmp_path, [*loop(0), *waits], [*loop(1, steps=19), event(1027.5, "begin", doing="save", step=19)])
     assert (found.state, found.began) == ("killed", 1)
-    assert found.words[0].startswith("Process 1 ended without a word after step 19, while training;")
+    assert found.words[0].startswith("Process 1 ended without a word after step 19, while saving;")
     assert "SIGKILL" in found.words[1]
     assert found.words[2] == "The last lines of logs/rank-00001.log:\n    step 19\n    Out of memory"
-
-
-def test_killed_in_a_save(tmp_path):
-    found = asked(tmp_path, [*loop(0, of=1), event(1028.5, "begin", doing="save", step=20)])
-    assert found.words[0].startswith("It ended without a word after step 20, while saving;")
 
 
 def test_a_deadline_has_its_own_words(tmp_path):
@@ -98,19 +93,19 @@ def test_it_goes_on(tmp_path):
     assert found.words[0] == "It goes on: step 20, training, 2 s after its last event."
 
 
-def test_it_hangs_and_who_is_behind(tmp_path):
+@pytest.mark.parametrize("other", ["late", "silent"])
+def test_it_hangs_and_who_is_behind(tmp_path, other):
     alive = [event(1000.0 + second, "alive", doing="waiting for the devices", step=20) for second in range(33, 400, 5)]
     late = [event(1000.0 + second, "alive", doing="waiting for data", step=19) for second in range(33, 400, 5)]
-    found = asked(tmp_path, [*loop(0), *alive], [*loop(1, steps=19), *late], alive=(0, 1), now=1400.0)
+    second = [*loop(1, steps=19), *(late if other == "late" else [])]
+    found = asked(tmp_path, [*loop(0), *alive], second, alive=(0, 1), now=1400.0)
     assert (found.state, found.began) == ("hung", 1)
-    assert found.words[0] == ("It hangs since 6 minutes: Process 1 is at step 19 (waiting for data), all others at 20.")
-
-
-def test_a_stopped_process_is_silent(tmp_path):
-    alive = [event(1000.0 + second, "alive", doing="waiting for the devices", step=20) for second in range(33, 400, 5)]
-    found = asked(tmp_path, [*loop(0), *alive], loop(1), alive=(0, 1), now=1400.0)
-    assert (found.state, found.began) == ("hung", 1)
-    assert "Process 1 does not answer: 372 seconds ago it was at step 20, training." in found.words[0]
+    if other == "late":
+        assert found.words[0] == (
+            "It hangs since 6 minutes: Process 1 is at step 19 (waiting for data), all others at 20."
+        )
+    else:
+        assert "Process 1 does not answer: 373 seconds ago it was at step 19, training." in found.words[0]
 
 
 SLOW = {

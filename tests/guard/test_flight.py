@@ -10,7 +10,7 @@ from own_process import python
 from jdp.guard.deadline import Deadline
 from jdp.guard.flight_recorder import Flight, history, read, read_ranks
 from jdp.guard.time_account import account
-from jdp.guard.watch import Watch, born
+from jdp.guard.watch import Watch
 
 
 def test_a_file_is_set_aside_when_it_has_grown_and_nothing_of_the_account_is_lost(tmp_path):
@@ -92,7 +92,3 @@ def test_what_a_step_costs(tmp_path):
         assert time.process_time() - start < 1.8
     first, second = [event for event in read(tmp_path / "rank-00000.jsonl") if event["event"] == "step"][:2]
     assert first["step"] == 1 and {"seconds", "data", "dispatch", "wait", "host"} <= second.keys()
-
-
-def test_a_process_knows_when_it_was_born():
-    assert 0 <= time.time() - born() < 24 * 3600

@@ -80,11 +80,6 @@ def test_parameters_that_are_not_finite_come_before_the_loss(trainer):
     assert finding.sentences[0] == f"Before step 1 parameters were not finite: {finding.params[0]}."
 
 
-def test_a_finite_gradient_is_said_to_be_one(trainer):
-    finding = trainer.finding()
-    assert not finding.gradients and "is finite when it is recomputed" in finding.sentences[-1]
-
-
 def test_an_update_that_is_not_finite_is_named_with_its_leaves(trainer):
     """A learning rate of NaN, after a gradient that is finite."""
     trainer.state = jdp.init_state(init, optax.sgd(jnp.nan, momentum=0.9), trainer.step.plan, rng=jax.random.key(0))

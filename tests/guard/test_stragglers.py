@@ -26,14 +26,6 @@ def test_the_latest_is_named_if_it_costs_more_than_5_percent(late, step, process
     assert (found and found.process, found and pytest.approx(found.cost)) == (process, cost)
 
 
-def test_the_words_have_the_numbers():
-    said = str(straggler({0: 0.01, 3: 0.21}, 0.25))
-    assert said.startswith(
-        "process 3 is late: its host takes 0.21 s before each step of 0.25 s, the others' 0.01 s, and all wait for it, "
-        "up to 80% of the time"
-    )
-
-
 class Store(dict):
     """The coordination service's store, in memory: what another process wrote can be put in."""
 
@@ -120,10 +112,3 @@ def test_what_is_no_step_is_left_out(store, clock):
     times.restart()
     take_steps(times, clock, 0, host=0.1)
     assert json.loads(store["jdp/late/0"])[1] == pytest.approx([1, 0.1, 1.0])
-
-
-def test_a_single_process_measures_nothing():
-    times = HostTimes(1)
-    times.results()
-    times.dispatches(None)
-    assert times.after(1) is None and times.found is None

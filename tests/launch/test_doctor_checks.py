@@ -7,9 +7,8 @@ import pytest
 from full_disk import small_disk
 
 from jdp.launch.doctor.devices import nccl_cure
-from jdp.launch.doctor.disk import examine_disk, existing
 from jdp.launch.doctor.findings import Examined, Finding
-from jdp.launch.doctor.versions import examine_versions
+from jdp.launch.doctor.machine import examine_disk, examine_versions, existing
 
 
 def named(findings, check):
@@ -27,18 +26,14 @@ def test_a_full_disk(tmp_path):
 
 
 def test_a_disk_without_inodes(tmp_path):
-    with small_disk(tmp_path / "disk", "100m", inodes=3):
+    with small_disk(tmp_path / "disk", "100m", inodes=3) as remount:
         for number in range(2):
             (tmp_path / "disk" / f"{number}").touch()
         findings = examine_disk(tmp_path / "disk")
-    assert named(findings, "inodes").found.startswith("0 free of 3") and named(findings, "inodes").status == "wrong"
-    assert named(findings, "writing").status == "wrong"
-
-
-def test_a_disk_that_is_read_only(tmp_path):
-    with small_disk(tmp_path / "disk", "10m") as remount:
         remount("ro")
         assert named(examine_disk(tmp_path / "disk"), "writing").found.endswith("Read-only file system")
+    assert named(findings, "inodes").found.startswith("0 free of 3") and named(findings, "inodes").status == "wrong"
+    assert named(findings, "writing").status == "wrong"
 
 
 def test_looking_at_a_disk_leaves_nothing(tmp_path):
@@ -72,13 +67,6 @@ def test_versions_that_do_not_match(name, version, found, mend, tmp_path, monkey
     installed(tmp_path, name, version)
     (finding,) = examine_versions()
     assert finding.status == "wrong" and finding.found.startswith(found) and finding.mend.startswith(mend)
-
-
-def test_a_package_that_is_missing(tmp_path, monkeypatch):
-    installed(tmp_path, "jdp", "1", "Requires-Dist: no-such-package>=3\nRequires-Dist: torch>9; extra == 'torch'\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    (finding,) = examine_versions()
-    assert finding.found == "jdp needs no-such-package>=3, which is not installed"
 
 
 # What is printed.

@@ -138,11 +138,7 @@ MISMATCHES = {
     ),
     "device counts": (
         "os.environ['JAX_NUM_CPU_DEVICES'] = str(1 + int(rank))\nimport jdp; jdp.initialize(); jdp.make_mesh()",
-        "Every process must have as many devices as the others; given process 1 with 2 where the others have 1. ",
-    ),
-    "number of processes": (
-        "os.environ['JDP_NUM_PROCESSES'] = str(2 + int(rank))\nimport jdp; jdp.initialize()",
-        "The number of processes must be the same everywhere; process 0 has 2, process 1 on ",
+        "Every process must have as many devices as the others; given process 1 with 2, the others with 1. ",
     ),
     "experiment": (
         "from jdp.cli.main import main\n"

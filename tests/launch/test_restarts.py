@@ -1,17 +1,14 @@
 """When all processes are started again, and when not. Programs without JAX, so that a start takes no time."""
 
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-from own_process import environment, start_python
+from own_process import environment
 
 from jdp.launch import launch
 from jdp.launch.output import KEPT_LOGS
-from jdp.launch.restarts import Restarts
-from jdp.launch.supervisor import temporary_folder
+from jdp.launch.supervisor import Restarts
 
 WHO = """import os, signal, sys, time
 rank, restarts = int(os.environ["JDP_PROCESS_ID"]), int(os.environ["JDP_RESTARTS"])
@@ -141,18 +138,3 @@ if rank == 0:
     assert "is being written by another jdp launch" in capfd.readouterr().out
     log = (tmp_path / "logs" / "rank-00000.log").read_text()
     assert "[0] inner\n" in log and "outer\n" in log and not (tmp_path / "logs" / "rank-00000.1.log").exists()
-
-
-def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    hold = "from jdp.launch.supervisor import *\nwith temporary_folder() as f: print(f, flush=True); input()"
-    with start_python("-c", hold, stdin=subprocess.PIPE, TMPDIR=str(tmp_path)) as killed:
-        (left := Path(killed.stdout.readline().strip())).joinpath("progress.0").write_text("1\n")
-        strange = tmp_path / "jdp-launch-of-somebody"
-        strange.mkdir()
-        with temporary_folder() as own:
-            assert {*tmp_path.iterdir()} == {left, strange, own}, "its launcher lives"
-        killed.kill()
-    with temporary_folder() as own:
-        assert {*tmp_path.iterdir()} == {strange, own}
-    assert {*tmp_path.iterdir()} == {strange}

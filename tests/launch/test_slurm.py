@@ -65,19 +65,6 @@ def test_the_doctor_examines_both_nodes(cluster):
     assert report["processes"] == 2 and all(found.startswith("2 devices, right") for found in reduced), printed
 
 
-ALONE = "import jdp; jdp.initialize(timeout_seconds=14)"
-
-
-@pytest.mark.faults
-def test_a_task_that_is_alone_says_whom_it_waits_for_and_ends_to_be_tried_again(cluster):
-    """As under a step of two of which one task does not start the training."""
-    command = f"[ $SLURM_PROCID = 1 ] || exec {sys.executable} -c '{ALONE}'"
-    words = ["env", f"PYTHONPATH={ROOT}", "srun", "-N2", "-n2", "--kill-on-bad-exit=0", "sh", "-c"]
-    printed = cluster.run(*words, f"({command}) 2>&1; echo ended with $?", seconds=120, folder=cluster.folder)
-    assert "jdp: 1 of 2 processes is here: waiting for process 1\n" in printed
-    assert "1 of 2 processes is here: process 1 did not come to n1:" in printed and "ended with 75\n" in printed
-
-
 @pytest.mark.faults
 def test_two_nodes_train_as_one(cluster, undisturbed):
     assert list(undisturbed) == list(range(1, 81))

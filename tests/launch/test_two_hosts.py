@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import two_hosts
 import yaml
-from open_mpi import MPIRUNS
 from own_process import ROOT, environment
 from tiny_experiment import points_text, tables, train_here, write_points
 from tiny_runs import rows
@@ -135,28 +133,6 @@ def test_a_host_that_is_killed_with_its_memory_gets_its_part_from_its_neighbour(
     train_here(tmp_path / "points.toml", tmp_path / "whole", {}, devices=2)
     killed, whole = (rows(folder / "points", "loss", "grad_norm") for folder in (tmp_path / "runs", tmp_path / "whole"))
     assert killed == whole
-
-
-JOIN = """
-import jax, jdp
-from jax.experimental import multihost_utils
-jdp.initialize(timeout_seconds=60)
-print("joined", jax.process_index(), int(multihost_utils.process_allgather(jax.numpy.ones(1)).sum()), flush=True)
-"""
-
-
-@pytest.mark.parametrize("version", MPIRUNS)
-def test_ranks_of_an_mpirun_on_two_hosts_join(on, tmp_path, version):
-    """With an agent in the place of ssh. Rank 0 is on mpirun's own host, whose name or address all ranks know."""
-    (tmp_path / "program.py").write_text(JOIN)
-    agent = tmp_path / "agent"  # HOST COMMAND…, as ssh
-    agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(on(1, ["sh", "-c"]))} "$*"\n')
-    agent.chmod(0o700)
-    command = [*MPIRUNS[version](agent), "-H", "h0:1,h1:1", "-n", "2", sys.executable, f"{tmp_path}/program.py"]
-    own = environment(JAX_PLATFORMS="cpu")
-    done = subprocess.run(on(0, command), env=own, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {"joined 0 2", "joined 1 2"} <= set(done.stdout.splitlines()), done.stdout + done.stderr
 
 
 def test_the_pods_of_the_job_set_join_once_pod_0_has_a_name(start, end, tmp_path):

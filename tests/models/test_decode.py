@@ -10,8 +10,7 @@ import pytest
 from test_models import GPT2, KEY, LLAMA, QWEN, forward, make
 
 from jdp.models import generate
-from jdp.models.decode import prefill, step, stream
-from jdp.models.sampling import Draw
+from jdp.models.decode import Draw, prefill, step, stream
 
 CONFIGS = {
     "gpt2": GPT2,

@@ -1,21 +1,20 @@
 """Documents packed into one row: each has the logits, and the gradients, that it has alone."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_models as models
 from flax import nnx
+from test_models import make
 
-from jdp.models import GPT, GPTConfig, next_token_loss
+from jdp.models import GPT, next_token_loss
 from jdp.models.transformer import Segments
 
-LLAMA = GPTConfig(vocab_size=19, context=12, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24, scan=False)
-GPT2 = dataclasses.replace(
-    LLAMA, kv_heads=None, mlp_width=None, positions="learned", activation="gelu", norm="layer", bias=True, scan=True
-)
+LLAMA = dataclasses.replace(models.LLAMA, context=12, scan=False)
+GPT2 = dataclasses.replace(models.GPT2, context=12)
 TOKENS = np.array(jax.random.randint(jax.random.key(7), (2, 12), 0, 19))
 PACKED = np.array([[1] * 5 + [2] * 4 + [0] * 3, [7] * 3 + [8] * 9])  # two documents and padding; two that fill a row
 DOCUMENTS = [(0, 0, 5), (0, 5, 9), (1, 0, 3), (1, 3, 12)]
@@ -26,19 +25,6 @@ forward = jax.jit(lambda model, tokens, segments=None: model(tokens, segments=se
 
 def padded(row, start, end):
     return np.pad(TOKENS[row, start:end], (0, 12 - end + start))
-
-
-@functools.cache
-def make(config):
-    """A model whose attention looks around: matrices ten times their initial size."""
-    draw = np.random.default_rng(0).normal
-    shapes = jax.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
-
-    def fill(path, leaf):
-        start = 1.0 if "scale" in str(path[-2]) else 0.0
-        return jax.device_put(np.float32(start + 0.2 * draw(size=leaf.shape)))
-
-    return jax.tree.map_with_path(fill, shapes)
 
 
 @STYLES
@@ -68,12 +54,6 @@ def test_a_packed_batch_has_the_gradients_of_its_documents():
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(apart))
     for (path, mine), other in zip(jax.tree.leaves_with_path(packed), jax.tree.leaves(apart), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-5 * largest, err_msg=jax.tree_util.keystr(path))
-
-
-def test_one_segment_is_no_segments():
-    model = make(LLAMA)
-    whole = forward(model, TOKENS, np.full((2, 12), 3, PACKED.dtype))
-    np.testing.assert_allclose(whole, forward(model, TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_positions_begin_anew_and_a_number_that_comes_back_is_another_document():

@@ -6,6 +6,7 @@ times the bound, and honest runs keep to a third of it (the largest share measur
 """
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -20,7 +21,7 @@ import jdp
 from jdp.base.machine import available_memory
 from jdp.core.gradients import views
 from jdp.core.gradients.microbatch import Microbatch
-from jdp.core.random.row_keys import RowDraws
+from jdp.core.gradients.row_keys import RowDraws
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table
 from jdp.experiment.prove import prove_experiment
@@ -58,9 +59,8 @@ def init(rng):
 def run(only=(), *, loss=loss_fn, make=init, tx=None, devices=4, min_shard_size=16, data=batches, **given):
     settings = {"partitioning": "manual", "clip_norm": 1.0, "precision": "fp32"}
     settings |= {name: given.pop(name) for name in (*settings, "strategy") if name in given}
-    plan = jdp.Plan(
-        jdp.make_mesh(devices=jax.devices()[:devices]), settings.pop("strategy", "zero3"), min_shard_size=min_shard_size
-    )
+    mesh = jdp.make_mesh(devices=jax.devices()[:devices])
+    plan = jdp.Plan(mesh, settings.pop("strategy", "zero3"), min_shard_size=min_shard_size)
     step = jdp.make_train_step(loss, plan, **settings, check_loss=False)
     return prove(make, tx or optax.adamw(3e-3), step, data, only=only, **{"steps": STEPS, **given})
 
@@ -76,12 +76,8 @@ def test_every_strategy_on_one_device_and_all_with_one_microbatch_and_two_and_a_
     reports = []
     proof = run(steps=2, devices=2, strategy="zero1", progress=lambda *args: reports.append(args))
     assert proof.equal, str(proof)
-    wanted = [
-        f"{name} {devices} K={k}"
-        for devices in ("2 devices", "1 device")
-        for name in ("ddp", "zero1", "zero2", "zero3")
-        for k in (1, 2)
-    ]
+    settings = itertools.product(("2 devices", "1 device"), ("ddp", "zero1", "zero2", "zero3"), (1, 2))
+    wanted = [f"{name} {devices} K={k}" for devices, name, k in settings]
     names = [each.name for each in proof.runs]
     assert names == [*wanted, "resume after step 1: zero1 2 devices K=1, onto zero3 2 devices K=2"]
     assert largest(proof) < ROOM, str(proof)
@@ -264,20 +260,18 @@ def test_a_mean_and_batch_statistics_have_one_microbatch():
 # Mistakes
 
 
+NAN = {"loss": lambda *args: jdp.Loss(0 * terms(*args).sum(), jnp.float32(0)), "steps": 1}
+SEVEN = {"data": lambda index: {name: rows[:7] for name, rows in batches(index).items()}}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"devices": 1}, r"at least 2; given 1\. .*--devices 8.*jax_num_cpu_devices"),
         ({"steps": 0}, "steps, the optimizer steps"),
-        ({"accumulate": (0,)}, "accumulate lists"),
-        (
-            {"loss": lambda *args: jdp.Loss(0 * terms(*args).sum(), jnp.float32(0)), "steps": 1},
-            "on one device is nan at",
-        ),
-        (
-            {"data": lambda index: {name: rows[:7] for name, rows in batches(index).items()}},
-            r"nothing to run: .*4 devices.* 7",
-        ),
+        ({"accumulate": (0,)}, "accumulate is .*; given 0"),
+        (NAN, "on one device is nan at"),
+        (SEVEN, r"nothing to run: .*4 devices.* 7"),
     ],
     ids=["one device", "no steps", "no microbatches", "no finite loss", "no rows"],
 )

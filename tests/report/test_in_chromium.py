@@ -5,8 +5,7 @@ from chromium import MISSING, Chromium, find_chromium
 from test_plan_page import forecast_of, outlook_of
 from test_run_page import compiled, rows_of, run_of
 
-from jdp.report.plan_page import plan_page
-from jdp.report.run_page import run_page
+from jdp.report.pages import plan_page, run_page
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason=MISSING)
 
@@ -93,14 +92,6 @@ def test_letters_of_pictures_can_be_read_on_a_phone(browser, pages, name):
     assert letters and min(letters) >= SMALLEST
 
 
-def test_dark_is_dark_and_light_is_light(browser, pages):
-    papers = {}
-    for look in ("wide", "dark"):
-        browser.open(pages("run"), **LOOKS[look])
-        papers[look] = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert papers == {"wide": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}
-
-
 def test_the_timeline_widens_with_its_slider(browser, pages):
     """The one script of a page runs under the page's own security policy."""
     browser.open(pages("run"))
@@ -111,18 +102,3 @@ def test_the_timeline_widens_with_its_slider(browser, pages):
     )
     assert browser.evaluate(width) == pytest.approx(4 * before, abs=4)
     assert browser.errors == []
-
-
-def test_this_file_sees_what_is_wrong(browser, tmp_path):
-    """An error of a script, a picture that the policy refuses, and a line that does not fit."""
-    wrong = tmp_path / "wrong.html"
-    wrong.write_text(
-        "<meta name=viewport content='width=device-width'><body style='background:#fff'><main>"
-        "<p style='color:#aaa; width: 900px'>x</p><img src='file:///nowhere.png'><script>nothing()</script></main>"
-    )
-    browser.open(wrong, **LOOKS["phone"])
-    assert any("Uncaught" in error for error in browser.errors)
-    assert len(browser.requests) == 2
-    assert browser.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
-    assert len(browser.evaluate(BEYOND)) == 1
-    assert browser.evaluate(CONTRAST) < READABLE

@@ -9,7 +9,7 @@ import pytest
 from test_plan_page import NO_ROOM, Reader, forecast_of, outlook_of
 from test_run_page import text_of_two
 
-from jdp.report.plan_page import plan_page
+from jdp.report.pages import plan_page
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from jdp.foresight.traffic.theory import Promise, Theory
 from jdp.foresight.verify import Report
 from jdp.foresight.zero_formula import zero_bytes
 from jdp.report.page import without_roots
-from jdp.report.plan_page import plan_page
+from jdp.report.pages import plan_page
 
 SMALL_ENOUGH = 1_500_000
 VOID = {"br", "hr", "input", "meta"}
@@ -254,10 +254,8 @@ FAILED = Estimate("zero3", 1, error="RESOURCE_EXHAUSTED: no room")
         ((outlook_of(), FAILED), "did not compile"),
         ((FAILED,), "No candidate compiled."),
         ((outlook_of(timeline=None),), "Step times are unknown"),
-        ((outlook_of(headroom=None, theory=Theory(0, ())),), "What a device holds"),
         ((outlook_of(headroom=NO_ROOM),), "No candidate fits."),
         ((outlook_of(report=report_of(collectives=0)),), "Nothing is sent."),
-        ((outlook_of(timeline=timeline_of(events_of(5, every=1000)[1:])),), "waiting"),
         ((outlook_of(memory=Memory(), headroom=None),), "What a device holds"),
     ],
 )

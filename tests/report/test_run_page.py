@@ -4,14 +4,12 @@ import dataclasses
 import functools
 import math
 
-import numpy as np
 import pytest
 from test_plan_page import FAILED, HOSTILE, Reader, outlook_of
 
 from jdp.core.sharding.placement import Placement
-from jdp.report.curves import MOST_POINTS, thinned
+from jdp.report.pages import run_page
 from jdp.report.run import CompiledStep, Run
-from jdp.report.run_page import run_page
 
 DEVICES = {
     "platform": "cpu",
@@ -52,7 +50,7 @@ def rows_of(count=60, **more):
 
 
 def run_of(name="a", **changed):
-    plain = Run(name, rows_of(), HISTORY, None, 'name = "a"\n', SETTINGS, (20, 40, 60))
+    plain = Run(name, rows_of(), HISTORY, 'name = "a"\n', SETTINGS, (20, 40, 60))
     return dataclasses.replace(plain, **changed)
 
 
@@ -133,8 +131,8 @@ def test_several_runs_are_compared():
     ("run", "expected"),
     [
         (run_of(rows=[], history=(), notes=["No step was logged."]), "No loss was logged."),
-        (run_of(rows=[{"step": 1, "loss": math.nan}], history=()), "loss was nan"),
-        (run_of(rows=[{"step": 7, "eval_loss": math.inf}]), "eval_loss was inf"),
+        (run_of(rows=[{"step": 1, "loss": math.nan}, {"step": 7, "eval_loss": math.inf}], history=()), "nan"),
+        (run_of(history=[*HISTORY[:1], {"event": "bad step", "step": 3, "words": "Step 3 is bad."}]), "Step 3 is bad."),
         (run_of(rows=[], no_step="The data are gone."), "The data are gone."),
         (
             run_of(rows=[], step=CompiledStep("cpu:4", FAILED, [LEAF], [])),
@@ -142,7 +140,6 @@ def test_several_runs_are_compared():
         ),
         (run_of(rows=[], step=compiled(timeline=None)), "The rates of these devices are unknown."),
         (run_of(rows=[], settings={}, toml="[["), "[["),
-        (run_of(rows=[], history=(), summary={"stopped_early": True}), "stopped early"),
         (run_of(rows=[{"step": 1, "loss": 1e99, "lr": 0.0, "grad_norm": -1.0}]), "1e+99"),
     ],
 )
@@ -158,38 +155,19 @@ def test_many_long_runs_make_a_page_of_bounded_size():
     assert Reader(text).values("stroke-dasharray"), "the eighth run has the first's colour, dashed"
 
 
-# Curves.
-
-
-@pytest.mark.parametrize("count", [1, 100, MOST_POINTS, 10_001, 123_456])
-def test_thinning_keeps_the_ends_and_every_extreme(count):
-    """The least and the greatest value of any long stretch are still there."""
-    values = np.random.default_rng(count).normal(size=count)
-    values[count // 3] = 99.0
-    x, y = thinned(range(count), values)
-    assert len(x) == len(y) <= MOST_POINTS
-    assert (x[0], x[-1]) == (0, count - 1) and np.all(np.diff(x) > 0)
-    assert np.array_equal(values[x.astype(int)], y), "points of the curve, not means of them"
-    assert (y.max(), y.min()) == (values.max(), values.min())
-    for stretch in np.array_split(np.arange(count), 100) if count > 1000 else []:
-        kept = y[(x >= stretch[0]) & (x <= stretch[-1])]
-        assert kept.max() >= np.sort(values[stretch])[-max(2, len(stretch) // 10)]
-
-
 # What happened.
 
 
 @pytest.mark.parametrize(
-    ("history", "summary", "expected"),
+    ("history", "expected"),
     [
-        (HISTORY, None, "finished"),
-        (HISTORY[:2], None, "stopped by SIGTERM"),
-        (HISTORY[:3], {"steps": 60}, "goes on, or was killed"),
-        ([{"event": "failed", "step": 1}], None, "failed"),
-        ([{"event": "finished", "step": 1, "stopped_early": True}], None, "stopped early"),
-        ((), {"stopped_early": False}, "finished"),
-        ((), None, "not known"),
+        (HISTORY, "finished"),
+        (HISTORY[:2], "stopped by SIGTERM"),
+        (HISTORY[:3], "goes on, or was killed"),
+        ([{"event": "failed", "step": 1}], "failed"),
+        ([{"event": "finished", "step": 1, "stopped_early": True}], "stopped early"),
+        ((), "not known"),
     ],
 )
-def test_how_a_run_stands(history, summary, expected):
-    assert run_of(history=history, summary=summary).state == expected
+def test_how_a_run_stands(history, expected):
+    assert run_of(history=history).state == expected

@@ -146,7 +146,8 @@ def test_a_device_that_differs_ends_the_run_before_it_is_saved(file, monkeypatch
     assert said in error and f"/bias, on host {host}. Nothing of it was saved." in error
     assert f"It is device 5 of the only host, {host}: run on another, or without it (CUDA_VISIBLE_DEVICES)" in error
     assert any(words.startswith("After step 6 device 5 (cpu, ") for words in diagnose(folder).words)
-    assert [event["event"] for event in history(read(folder / "flight" / "rank-00000.jsonl"))] == ["started", "failed"]
+    events = [event["event"] for event in history(read(folder / "flight" / "rank-00000.jsonl"))]
+    assert events == ["started", "corrupt", "failed"]
     assert train(file)[0] == 0
     code, calm = train(file, name="calm")
     assert losses(folder) == losses(calm) and saved_steps(folder) == [3, 6, 9, 12]

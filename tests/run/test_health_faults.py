@@ -135,7 +135,7 @@ def test_a_flipped_bit_ends_the_run_on_every_process_and_the_next_one_has_the_bi
     assert "(cpu, number 1 of process 1) differ" in said[0]
     assert ", on host " in said[0] and "It is device 3 of the only host, " in said[0]
     events = [event["event"] for event in history(read(folder / "flip" / "flight" / "rank-00000.jsonl"))]
-    assert events == ["started", "failed", "resumed", "finished"]
+    assert events == ["started", "corrupt", "failed", "resumed", "finished"]
     assert rows(folder / "flip", "loss") == rows(folder / "calm", "loss")
     for rank in (0, 1):
         own = results(folder, rank)

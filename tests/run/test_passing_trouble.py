@@ -11,7 +11,7 @@ from full_disk import small_disk
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, train
 
-from jdp.checkpoint import retrying
+from jdp.checkpoint import errors
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.run import signals
 from jdp.run.outputs.metrics import Metrics
@@ -87,7 +87,7 @@ def test_rows_that_found_a_full_disk_are_there_once(tmp_path):
 def test_a_disk_that_stays_full_ends_the_run_with_75_and_it_goes_on_when_there_is_room(
     file, begins, capsys, monkeypatch
 ):
-    monkeypatch.setattr(retrying, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(errors, "PATIENCE_SECONDS", 0.5)
     with small_disk(file.parent / "runs", "4m"):
         hog = file.parent / "runs" / "hog"
         begins(3, saved_in(file), lambda: fill(hog), lambda: None, 0)

@@ -18,10 +18,8 @@ path, shape, dtype and sharding of each array; only these are read into memory. 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import jax
@@ -34,9 +32,7 @@ from jdp.checkpoint.format.trees import (
     Content,
     check_kept,
     check_sharding,
-    fill,
     ignored_names,
-    leaves_of,
     needed_but_ignored,
     text_of,
 )
@@ -81,35 +77,20 @@ def arrays_and_table(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def read_state(source: Source, target: Any) -> Any:
     """Read a complete state, or any other tree, each leaf onto the sharding of `target`'s."""
-    folder = source.folder
     content = Content.of(target)
-    wanted, saved = content.leaves, _read_table(source)
-    _check_kind(saved, content.fields, folder)
-    _check_match(saved, _describe(wanted), folder)
-    arrays = _read_arrays(source, wanted)
-    given = {path: _as_given(wanted[path], array) for path, array in arrays.items()}
-    return content.filled(given)
-
-
-def _as_given(leaf: Any, array: jax.Array) -> Any:
-    """Return an array from storage, uncommitted to its devices if the target's leaf is."""
-    if isinstance(leaf, jax.Array) and not leaf.committed:
-        if _is_key(leaf):
-            words = jax.numpy.asarray(np.asarray(jax.random.key_data(array)))
-            return jax.random.wrap_key_data(words, impl=_key_impl(leaf))
-        return jax.numpy.asarray(np.asarray(array))
-    return array
+    wanted, saved = content.leaves, _read_table(source, content.fields)
+    _check_match(saved, _describe(wanted), source.folder)
+    return content.filled(_read_arrays(source, wanted))
 
 
 def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()) -> PyTree:
     """Read only parameters and model state onto a train state, or only parameters onto a tree of them."""
     folder = source.folder
-    is_state = isinstance(target, TrainState)
-    fields, state = (_FOR_INFERENCE, target) if is_state else (("params",), SimpleNamespace(params=target))
-    wanted = leaves_of(state, fields)
-    table = _read_table(source)
-    _check_kind(table, fields, folder)
-    saved = {path: kind for path, kind in table.items() if path.partition("/")[0] in fields}
+    content = Content({"params": target}, lambda filled: filled["params"])
+    if isinstance(target, TrainState):
+        content = Content.of_state(target, _FOR_INFERENCE)
+    wanted, table = content.leaves, _read_table(source, content.fields)
+    saved = {path: kind for path, kind in table.items() if path.partition("/")[0] in content.fields}
     ignored = ignored_names({path: (_path_in_field(path),) for path in saved}, ignore, folder)
     saved = {path: kind for path, kind in saved.items() if path not in ignored}
     kept = {path: leaf for path, leaf in wanted.items() if path not in saved and matches(_path_in_field(path), missing)}
@@ -118,32 +99,46 @@ def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), 
     check_kept(kept, folder)
     wanted = {path: leaf for path, leaf in wanted.items() if path not in kept}
     _check_match(saved, _describe(wanted), folder, params_only=True)
-    filled = fill(state, fields, {**kept, **_read_arrays(source, wanted)})
-    return replace(target, **filled) if is_state else filled["params"]
+    return content.filled({**kept, **_read_arrays(source, wanted)})
 
 
-def _read_table(source: Source) -> dict[str, str]:
-    """Read the table of leaves: path -> "float32[4, 8]"."""
-    table = source.table()
+def _read_table(source: Source, fields: Collection[str]) -> dict[str, str]:
+    """Read the table of leaves, path -> "float32[4, 8]", if it is of a train state or a tree as these fields are."""
+    table, folder = source.table(), source.folder
     if table.get("format") != FORMAT:
         raise CheckpointError(
-            f"{source.folder} was written by another version of jdp, in format {table.get('format')}; this version "
+            f"{folder} was written by another version of jdp, in format {table.get('format')}; this version "
             f"reads format {FORMAT}. Restore it with the version that wrote it."
         )
-    return dict(table["leaves"])
+    saved: dict[str, str] = table["leaves"]
+    is_tree = {path.partition("/")[0] for path in saved} == {"tree"}
+    if is_tree and "tree" not in fields:
+        raise CheckpointError(
+            f"A train state and its parameters are read from a checkpoint of a train state; {folder} holds another "
+            "tree. Read it whole: jdp.restore(path, target), onto a tree like the saved one."
+        )
+    if "tree" in fields and not is_tree:
+        raise CheckpointError(
+            f"The target must be of the saved kind; {folder} holds a train state, and the target is another tree. Pass "
+            "jdp.abstract_state(...), or read the parameters alone: jdp.restore_params(path, params)."
+        )
+    return saved
 
 
 def _read_arrays(source: Source, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Read the arrays at these paths onto the leaves' shardings; arrays without elements are not stored."""
     shapes = {path: stored_form(leaf, path) for path, leaf in wanted.items()}
-    arrays: dict[str, Any] = {
-        path: x if isinstance(x, np.ndarray) else jax.device_put(jax.numpy.zeros(x.shape, x.dtype), x.sharding)
-        for path, x in shapes.items()
-        if not x.size
-    }
-    arrays |= source.arrays({path: x for path, x in shapes.items() if x.size})
-    keys = {path: leaf for path, leaf in wanted.items() if _is_key(leaf)}
-    return arrays | {path: jax.random.wrap_key_data(arrays[path], impl=_key_impl(leaf)) for path, leaf in keys.items()}
+    arrays = source.arrays({path: x for path, x in shapes.items() if x.size})
+    for path, leaf in wanted.items():
+        if not leaf.size:
+            x = shapes[path]
+            empty = jax.numpy.zeros(x.shape, x.dtype)
+            arrays[path] = x if isinstance(x, np.ndarray) else jax.device_put(empty, x.sharding)
+        elif isinstance(leaf, jax.Array) and not leaf.committed:  # free to move, as the target is
+            arrays[path] = jax.numpy.asarray(np.asarray(arrays[path]))
+        if _is_key(leaf):
+            arrays[path] = jax.random.wrap_key_data(arrays[path], impl=_key_impl(leaf))
+    return arrays
 
 
 def stored_form(leaf: Any, path: str) -> Any:
@@ -161,22 +156,6 @@ def stored_form(leaf: Any, path: str) -> Any:
 def _describe(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Return the dtype and shape of each leaf as text: path -> "float32[4, 8]"."""
     return {path: text_of(leaf.dtype, leaf.shape) for path, leaf in leaves.items()}
-
-
-def _check_kind(saved: Iterable[str], fields: Sequence[str], folder: Path) -> None:
-    """Raise CheckpointError if a train state was saved and a tree is wanted, or vice versa."""
-    is_tree = {path.partition("/")[0] for path in saved} == {"tree"}
-    if is_tree == ("tree" in fields):
-        return
-    if is_tree:
-        raise CheckpointError(
-            f"A train state and its parameters are read from a checkpoint of a train state; {folder} holds another "
-            "tree. Read it whole: jdp.restore(path, target), onto a tree like the saved one."
-        )
-    raise CheckpointError(
-        f"The target must be of the saved kind; {folder} holds a train state, and the target is another tree. Pass "
-        "jdp.abstract_state(...), or read the parameters alone: jdp.restore_params(path, params)."
-    )
 
 
 def _check_match(

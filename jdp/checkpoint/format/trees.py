@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,13 +26,12 @@ _FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped")
 
 @dataclass(frozen=True)
 class Content:
-    """The leaves of a tree that a checkpoint holds.
+    """The leaves of a tree that a checkpoint holds, or of some of its fields.
 
     A train state has its own fields; any other tree is one field, `tree`, with dicts of arrays for its modules.
     """
 
-    holder: Any  # has the fields as attributes
-    fields: Sequence[str]  # names of the fields
+    fields: Mapping[str, PyTree]  # name -> tree
     back: Callable[[dict[str, PyTree]], Any]  # new fields by name -> a tree like the given one
 
     @staticmethod
@@ -40,19 +39,34 @@ class Content:
         """Return the content of a train state, or of any other tree, real or abstract."""
         if isinstance(tree, TrainState):
             tree = jax.tree.map(_as_jax_takes_it, tree)
-            return Content(tree, _FIELDS, lambda filled: replace(tree, **filled))
+            return Content.of_state(tree, _FIELDS)
         check_keys(tree)
         arrays, back = flax_nnx.plain(tree)
-        return Content(SimpleNamespace(tree=arrays), ("tree",), lambda filled: back(filled["tree"]))
+        return Content({"tree": arrays}, lambda filled: back(filled["tree"]))
+
+    @staticmethod
+    def of_state(state: TrainState, fields: Sequence[str]) -> Content:
+        """Return these fields of a train state."""
+        return Content({name: getattr(state, name) for name in fields}, lambda filled: replace(state, **filled))
 
     def filled(self, leaves: Mapping[str, Any]) -> Any:
         """Return a tree like the given one with new leaves, by path."""
-        return self.back(fill(self.holder, self.fields, leaves))
+
+        def filled(path: Any, leaf: Any) -> Any:
+            value = leaves[path_of(path)]
+            return type(leaf)(value) if isinstance(leaf, bool | int | float) else value
+
+        return self.back(jax.tree.map_with_path(filled, dict(self.fields)))
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """The leaves by path; Python's numbers as NumPy arrays."""
-        return {path: _as_array(path, leaf) for path, leaf in leaves_of(self.holder, self.fields).items()}
+        """The leaves by path, such as "params/layers/kernel"; Python's numbers as NumPy arrays."""
+        leaves: dict[str, Any] = {}
+        for path, leaf in jax.tree.leaves_with_path(dict(self.fields)):
+            if (name := path_of(path)) in leaves:
+                raise UserError(f"Every leaf of a state needs its own path; two have {name}. Rename one.")
+            leaves[name] = _as_array(name, leaf)
+        return leaves
 
 
 def _as_jax_takes_it(leaf: Any) -> Any:
@@ -71,30 +85,9 @@ def _as_array(path: str, leaf: Any) -> Any:
     )
 
 
-def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
-    """Return the leaves of these fields of a state by path, such as "params/layers/kernel"."""
-    leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path({name: getattr(state, name) for name in fields}):
-        if (name := path_of(path)) in leaves:
-            raise UserError(f"Every leaf of a state needs its own path; two have {name}. Rename one.")
-        leaves[name] = leaf
-    return leaves
-
-
 def text_of(dtype: Any, shape: Sequence[int]) -> str:
     """Return the dtype and shape of a leaf in a checkpoint's table: "float32[4, 8]"."""
     return f"{dtype}{list(shape)}"
-
-
-def fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[str, PyTree]:
-    """Return fields of a state by name, with new leaves at the same paths."""
-    trees = {name: getattr(state, name) for name in fields}
-
-    def filled(path: Any, leaf: Any) -> Any:
-        value = leaves[path_of(path)]
-        return type(leaf)(value) if isinstance(leaf, bool | int | float) else value
-
-    return jax.tree.map_with_path(filled, trees)
 
 
 def number_of(state: Any, step: Any) -> int:
@@ -122,20 +115,19 @@ def number_of(state: Any, step: Any) -> int:
 
 def to_json(value: Any, name: str) -> Any:
     """Return `value` after a round trip through JSON: numbers of NumPy and JAX become Python's, tuples lists."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise CheckpointError(f"{name} must be JSON, whose keys are text; {odd[0]!r} is not. Write str(...).")
-        return {key: to_json(inner, f"{name}[{key!r}]") for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
-    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 and value.dtype.kind in "biufU":
-        return value.item()
-    raise CheckpointError(
-        f"{name} must be JSON: text, numbers, lists, objects, None; it is {type(value).__name__} {str(value)[:50]!r}. "
-        "Put arrays into the state, or use .tolist() for small ones."
-    )
+
+    def plain(inner: Any) -> Any:
+        if isinstance(inner, np.generic | np.ndarray | jax.Array) and inner.ndim == 0 and inner.dtype.kind in "biufU":
+            return inner.item()
+        raise TypeError(f"it has {type(inner).__name__} {str(inner)[:50]!r}")
+
+    try:
+        return json.loads(json.dumps(value, default=plain))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{name} must be JSON: text, numbers, lists, objects, None; {error}. Put arrays into the state, or use "
+            ".tolist() for small ones."
+        ) from None
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:

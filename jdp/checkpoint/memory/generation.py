@@ -1,15 +1,18 @@
 """One process' parts of one step: a file in memory, and an index with checksums; renaming the index commits them.
 
-Each process writes into two slots in turn, so one generation is always complete. Rewriting a file keeps its memory and
-its mapping, because a new page costs more than copying one.
+Each visit of a process writes into two slots in turn, so one generation is always complete. Rewriting a file keeps its
+memory and its mapping, because a new page costs more than copying one.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,11 @@ import numpy as np
 import xxhash
 
 from jdp.checkpoint.format.checksums import parse_table, write_table
-from jdp.checkpoint.memory.layout import Grid
+from jdp.checkpoint.memory.layout import Layout
 
-_FORMAT = 1
+FILES = "*.[01]"
+"""Pattern of the files of parts."""
+_FORMAT = 2
 _ALIGNED = 64
 _INDEX = ".json"
 Key = tuple[int, str]
@@ -49,37 +54,29 @@ class Index:
     """The index of one process' parts of one step.
 
     Attributes:
-        table: the leaves, as in a checkpoint's table.
-        record: the record saved with the state.
-        grids: path -> grid of its parts.
-        total: number of parts of all processes.
+        key: the generation.
+        head: the entries that all processes share, by `head`.
         parts: number -> part, of this process.
     """
 
     key: Key
-    table: Mapping[str, Any]
-    record: Mapping[str, Any]
-    grids: Mapping[str, Grid]
-    total: int
+    head: Mapping[str, Any]
     parts: Mapping[int, Part]
 
 
 class Slot:
-    """A reusable file for one process' parts."""
+    """A reusable file for one process' parts; `step` is the step that it holds, -1 for none."""
 
-    def __init__(self, folder: Path, process: int, number: int) -> None:
-        self.file = folder / f"{process}.{number}"
-        self.index = self.file.with_name(f"{self.file.name}{_INDEX}")
+    def __init__(self, folder: Path, visit: str, process: int, number: int) -> None:
+        self.file, self.step = folder / f"{visit}-{process}.{number}", -1
         self._mapped = np.empty(0, np.uint8)
 
     def open(self, sizes: Sequence[int]) -> list[np.ndarray]:
         """Discard the generation in the slot; return memory for parts of these sizes. Raises OSError."""
-        self.index.unlink(missing_ok=True)
-        if not sizes:
-            return []
+        self.discard()
         self.file.parent.mkdir(mode=0o700, exist_ok=True)  # something may have removed it in mid-run
         offsets = _offsets(sizes)
-        if self._mapped.size != offsets[-1] or not self.file.exists():
+        if sizes and (self._mapped.size != offsets[-1] or not self.file.exists()):
             handle = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(handle, offsets[-1])
@@ -96,43 +93,51 @@ class Slot:
             [number, offset, part.size, xxhash.xxh3_64_hexdigest(part.data)]
             for number, offset, part in zip(numbers, offsets, parts, strict=False)
         ]
-        write_table(self.index, {**head, "parts": rows})
+        write_table(_index_of(self.file), {**head, "parts": rows})
 
-    @staticmethod
-    def remove(file: Path) -> None:
-        """Remove a file of parts, and its index."""
-        file.with_name(f"{file.name}{_INDEX}").unlink(missing_ok=True)
-        file.unlink(missing_ok=True)
+    def discard(self) -> None:
+        """Delete the index; the memory stays for the next generation."""
+        self.step = -1
+        _index_of(self.file).unlink(missing_ok=True)
 
 
-def head(key: Key, table: Mapping[str, Any], record: Any, grids: Mapping[str, Grid], total: int) -> dict[str, Any]:
+def head(key: Key, table: Mapping[str, Any], record: Any, layout: Layout) -> dict[str, Any]:
     """Return the part of an index that all processes share."""
-    kinds = {path: [grid.dtype, grid.shape, grid.chunk, grid.first] for path, grid in grids.items()}
-    return {"format": _FORMAT, "key": key, "table": table, "record": record, "grids": kinds, "total": total}
+    grids = {path: astuple(grid) for path, grid in layout.grids.items()}
+    return {"format": _FORMAT, "key": key, "table": table, "record": record, "grids": grids, "total": layout.total}
 
 
-def slots(folder: Path) -> dict[Path, Index]:
-    """Return the committed, undamaged generations of all processes in a folder: file -> index."""
+def indexes(folder: Path) -> dict[Path, Index]:
+    """Return the committed, undamaged generations of all processes in a folder: file of parts -> index."""
     found = dict[Path, Index]()
-    for file in sorted(folder.glob(f"*{_INDEX}")):
+    for index in sorted(folder.glob(f"*{_INDEX}")):
+        file = index.with_suffix("")
         with contextlib.suppress(OSError):  # another process has removed it
-            fields = parse_table(file.read_bytes())
-            if fields is not None and (index := of(fields, file.with_suffix(""))):
-                found[file] = index
+            fields = parse_table(index.read_bytes())
+            if fields is not None and fields["format"] == _FORMAT:
+                parts = {number: Part(file, *place) for number, *place in fields.pop("parts")}
+                found[file] = Index(tuple(fields["key"]), fields, parts)
     return found
 
 
-def of(fields: Mapping[str, Any], file: Path) -> Index | None:
-    """Return the index with these fields; None for another version."""
-    if fields["format"] != _FORMAT:
-        return None
-    grids = {
-        path: Grid(dtype, tuple(shape), tuple(chunk), first)
-        for path, (dtype, shape, chunk, first) in fields["grids"].items()
-    }
-    parts = {number: Part(file, offset, size, digest) for number, offset, size, digest in fields["parts"]}
-    step, visit = fields["key"]
-    return Index((step, visit), fields["table"], fields["record"], grids, fields["total"], parts)
+def remove(file: Path) -> None:
+    """Remove a file of parts, and its index."""
+    _index_of(file).unlink(missing_ok=True)
+    file.unlink(missing_ok=True)
+
+
+def packed(value: Any) -> str:
+    """Return a JSON value as a short text, for other processes."""
+    return base64.b85encode(zlib.compress(json.dumps(value).encode())).decode()
+
+
+def unpacked(text: str) -> Any:
+    """Return the value in a text of `packed`."""
+    return json.loads(zlib.decompress(base64.b85decode(text)))
+
+
+def _index_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}{_INDEX}")
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:

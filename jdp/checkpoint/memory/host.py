@@ -12,7 +12,6 @@ import fcntl
 import math
 import os
 import re
-import secrets
 import shutil
 import stat
 import time
@@ -23,19 +22,15 @@ import xxhash
 from jdp.base.formatting import format_bytes
 from jdp.base.machine import available_memory
 from jdp.checkpoint.errors import CheckpointError
+from jdp.checkpoint.memory.generation import FILES
 
 VARIABLE = "JDP_MEMORY_DIR"
 """The environment variable for a file system in memory other than /dev/shm."""
 RUN_ID = ".memory"
 """The file beside a run's checkpoints with the random number in the names of its folders in memory."""
-_LOCK, _HOST, _WHERE = ".lock", "host", "checkpoints"
-_UNKNOWN_DAYS, _KNOWN_DAYS = 1.0, 7.0
+_LOCK = ".lock"
+_UNUSED_DAYS = 3.0
 _NAME = re.compile(r"[0-9a-f]{16}")
-
-
-def new_name() -> str:
-    """Return a random name."""
-    return secrets.token_hex(8)
 
 
 def home() -> Path:
@@ -57,17 +52,8 @@ def home() -> Path:
 
 def token() -> str:
     """Return a text shared by exactly the processes that see the same folder. Raises CheckpointError."""
-    file = home() / _HOST
-    fresh = file.with_name(f"{_HOST}.{secrets.token_hex(4)}")
-    try:
-        if not file.exists():
-            fresh.write_text(secrets.token_hex(8), encoding="ascii")
-            with contextlib.suppress(FileExistsError):
-                os.link(fresh, file)  # unlike a rename it replaces nothing
-            fresh.unlink()
-        return file.read_text(encoding="ascii")
-    except OSError as error:
-        raise _unusable(file.parent, error) from error
+    found = home().stat()
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text('ascii').strip()} {found.st_dev} {found.st_ino}"
 
 
 def folder_of(directory: Path) -> str:
@@ -92,7 +78,6 @@ class RunFolder:
             lock = self.path / f"{process}{_LOCK}"
             self._handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (self.path / _WHERE).write_text(checkpoints, encoding="utf-8")
             _remove_leftovers(self.path.parent)
         except BlockingIOError:
             os.close(self._handle)
@@ -103,16 +88,18 @@ class RunFolder:
         except OSError as error:
             raise _unusable(self.path, error) from error
 
-    def require(self, size: int, having: int) -> None:
-        """Check that `size` bytes fit, including `having` bytes in use. Raises CheckpointError."""
+    def problem_with(self, size: int) -> str:
+        """Return why `size` bytes do not fit, with the bytes of the copies that are here; "" if they fit."""
         found = os.statvfs(self.path)
-        free = min(found.f_bavail * found.f_frsize, available_memory() or math.inf) + having
-        if size > free:
-            raise CheckpointError(
-                f"keep_in_memory holds two copies of this host's part of the state; they need {format_bytes(size)}, "
-                f"and {self.path.parent.parent} has {format_bytes(free)}. Make it larger (mount -o remount,size=…), "
-                f"set {VARIABLE}, shard over more hosts, or leave out keep_in_memory."
-            )
+        free = min(found.f_bavail * found.f_frsize, available_memory() or math.inf)
+        free += sum(file.stat().st_size for file in self.path.glob(FILES))
+        if size <= free:
+            return ""
+        return (
+            f"keep_in_memory holds two copies of this host's part of the state; they need {format_bytes(size)}, "
+            f"and {self.path.parent.parent} has {format_bytes(free)}. Make it larger (mount -o remount,size=…), "
+            f"set {VARIABLE}, shard over more hosts, or leave out keep_in_memory"
+        )
 
     def remove(self) -> None:
         """Remove the folder at the end of the run."""
@@ -133,14 +120,11 @@ def _unusable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove unused folders: after a day if the run is gone from this host, else after a week."""
-    for other in folder.iterdir():
-        if not _NAME.fullmatch(other.name) or not other.is_dir():
-            continue
+    """Remove folders that no run has used for three days."""
+    for other in filter(lambda path: _NAME.fullmatch(path.name), folder.iterdir()):
         with contextlib.suppress(OSError):
-            is_known = folder_of(Path((other / _WHERE).read_text(encoding="utf-8"))) == other.name
             days = (time.time() - other.stat().st_mtime) / 86400
-            if days > (_KNOWN_DAYS if is_known else _UNKNOWN_DAYS) and not any(map(_is_held, other.glob(f"*{_LOCK}"))):
+            if days > _UNUSED_DAYS and not any(map(_is_held, other.glob(f"*{_LOCK}"))):
                 shutil.rmtree(other, ignore_errors=True)
 
 

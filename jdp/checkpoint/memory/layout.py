@@ -30,6 +30,11 @@ class Grid:
     chunk: tuple[int, ...]
     first: int
 
+    @staticmethod
+    def of(dtype: str, shape: Sequence[int], chunk: Sequence[int], first: int) -> Grid:
+        """Return the grid with these fields, as JSON has them."""
+        return Grid(dtype, tuple(shape), tuple(chunk), first)
+
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of parts along each dimension."""
@@ -76,16 +81,20 @@ def layout(arrays: Mapping[str, Any], hosts: Sequence[int], me: int) -> Layout:
     grids, first = dict[str, Grid](), 0
     for path, x in arrays.items():
         chunk = x.shape if isinstance(x, np.ndarray) else x.sharding.shard_shape(x.shape)
-        grids[path] = Grid(str(x.dtype), tuple(x.shape), tuple(chunk), first)
+        grids[path] = Grid.of(str(x.dtype), x.shape, chunk, first)
         first += math.prod(grids[path].counts)
     mesh = next((x.sharding.mesh for x in arrays.values() if _is_on_mesh(x)), None)
     route = () if mesh is None else _route(mesh, hosts)
-    own, kept, sent = list[tuple[str, int, Device]](), list[tuple[str, int, Device]](), list[str]()
-    unsent = list[str]()
+    own, kept = list[tuple[str, int, Device]](), list[tuple[str, int, Device]]()
+    sent, unsent = list[str](), list[str]()
     filled = dict.fromkeys(hosts, 0)
     for path, x in arrays.items():
         grid = grids[path]
-        parts = _parts(x, grid)
+        parts: dict[Device, int] = (
+            {device: grid.number(index) for device, index in x.sharding.devices_indices_map(x.shape).items()}
+            if hasattr(x, "sharding")
+            else dict.fromkeys(jax.devices(), grid.first)  # a NumPy array is on every process
+        )
         holders: dict[int, dict[int, Device]] = {}  # part -> host -> device to read it from
         for device, number in parts.items():
             holders.setdefault(number, {}).setdefault(hosts[device.process_index], device)
@@ -115,13 +124,6 @@ def layout(arrays: Mapping[str, Any], hosts: Sequence[int], me: int) -> Layout:
 
 def _is_on_mesh(x: Any) -> bool:
     return isinstance(getattr(x, "sharding", None), NamedSharding) and isinstance(x.sharding.mesh, Mesh)
-
-
-def _parts(x: Any, grid: Grid) -> dict[Device, int]:
-    """Return for each device the number of its part; a NumPy array is on every process."""
-    if isinstance(x, np.ndarray):
-        return dict.fromkeys(jax.devices(), grid.first)
-    return {device: grid.number(index) for device, index in x.sharding.devices_indices_map(x.shape).items()}
 
 
 def _route(mesh: Mesh, hosts: Sequence[int]) -> tuple[tuple[int, int], ...]:

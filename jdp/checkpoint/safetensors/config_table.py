@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jdp.base.user_path import check_regular
 from jdp.checkpoint.errors import CheckpointError, write_error
+
+_Value = TypeVar("_Value", bool, int, float)
+_RULES = {bool: "true or false", int: "a whole number", float: "a finite number"}
 
 
 @dataclass(frozen=True)
@@ -20,30 +23,14 @@ class Table:
     keys: Mapping[str, Any]  # the table
     place: str = ""  # of the table in the file, ending with a dot
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number; without a default it is required."""
+    def value(self, key: str, kind: type[_Value], default: _Value | None = None) -> _Value:
+        """Return a boolean, a whole number or (float) any number; without a default it is required."""
         value = self._or_default(key, default)
-        if type(value) not in (int, float) or not -1e30 < value < 1e30:  # an int may be past all floats
-            raise self.wrong(key, "a finite number", value)
-        return float(value)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number; without a default it is required."""
-        return self._typed(key, default, int, "a whole number")
-
-    def count_or_none(self, key: str, default: int | None) -> int | None:
-        """Return a whole number, or None for null."""
-        return None if self.keys.get(key, default) is None else self.count(key, default)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
-        return self._typed(key, default, bool, "true or false")
-
-    def _typed(self, key: str, default: object, kind: type, rule: str) -> Any:
-        value = self._or_default(key, default)
-        if type(value) is not kind:
-            raise self.wrong(key, rule, value)
-        return value
+        # an int may be past all floats
+        fits = type(value) in (int, float) and -1e30 < value < 1e30 if kind is float else type(value) is kind
+        if not fits:
+            raise self.wrong(key, _RULES[kind], value)
+        return kind(value)
 
     def choice(self, key: str, among: Mapping[str, Any], default: str | None = None) -> Any:
         """Return the value of `among` for a word."""

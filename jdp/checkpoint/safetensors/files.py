@@ -2,19 +2,19 @@
 
 A file is the length of its header in eight bytes, the header in JSON, and the tensors without gaps. A large model is
 several files and an index, as in Hugging Face's libraries: `model-00001-of-00002.safetensors`, ...,
-`model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}. jdp's index has "jdp" in
-its metadata. Anyone may have written an index, so its names must stay in its folder. A shard is replaced or removed
-only if jdp's index lists it with exactly its tensors.
+`model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}. jdp's files have "jdp" in
+their metadata; other shards and indexes are neither replaced nor removed. Anyone may have written an index, so its
+names must stay in its folder.
 """
 
 from __future__ import annotations
 
 import functools
+import glob
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jdp.base.machine import portions
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.safetensors.config_table import read_json
 
@@ -31,7 +32,7 @@ SUFFIX = ".safetensors"
 _INDEX = ".index.json"
 _MARK = "jdp"
 # "pt" marks the layout of kernels as PyTorch's; Hugging Face's loaders refuse a file without it.
-_METADATA = {"format": "pt"}
+_METADATA = {"format": "pt", _MARK: "1"}
 _METADATA_NAME = "__metadata__"
 _AGAIN = "Copy or download it again."
 _ROWS = 1024  # rows in memory at a time, if all of a tensor is read
@@ -53,11 +54,14 @@ class Stored:
     name: str
     source: Any
     """The package's slice of the file."""
+    rows: int | None = None
+    """If more than in the file, the other rows are their mean; None: those of the file."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
-        return tuple(self.source.get_shape())
+        """The shape in the file, with the added rows."""
+        shape = tuple(self.source.get_shape())
+        return shape if self.rows is None else (self.rows, *shape[1:])
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -72,38 +76,18 @@ class Stored:
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Read only the values in `index`, one slice with both bounds for each dim; return a copy."""
-        shape = tuple(dim.stop - dim.start for dim in index)
-        return np.zeros(shape, self.dtype) if 0 in shape else self.source[tuple(index)]
-
-
-@dataclass(frozen=True)
-class Grown:
-    """A tensor with a row for each token; rows beyond the file's are their mean."""
-
-    stored: Stored
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape, with the added rows."""
-        return (self.rows, *self.stored.shape[1:])
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype in the file."""
-        return self.stored.dtype
-
-    def read(self, index: Sequence[slice]) -> np.ndarray:
-        """Read as `Stored.read` does."""
-        (rows, columns), there = index, self.stored.shape[0]
-        kept = self.stored.read([slice(min(rows.start, there), min(rows.stop, there)), columns])
+        if self.rows is None:
+            shape = tuple(dim.stop - dim.start for dim in index)
+            return np.zeros(shape, self.dtype) if 0 in shape else self.source[tuple(index)]
+        (rows, columns), own = index, replace(self, rows=None)
+        kept = own.read([slice(*(min(end, own.shape[0]) for end in (rows.start, rows.stop))), columns])
         mean = np.broadcast_to(self._mean[columns], (rows.stop - rows.start - len(kept), kept.shape[1]))
         return np.concatenate([kept, mean.astype(kept.dtype)])
 
     @functools.cached_property
     def _mean(self) -> np.ndarray:
-        sums = [rows.astype(np.float64).sum(0) for rows in in_rows(self.stored)]
-        return np.sum(sums, axis=0) / self.stored.shape[0]
+        own = replace(self, rows=None)
+        return np.sum([rows.astype(np.float64).sum(0) for rows in in_rows(own)], axis=0) / own.shape[0]
 
 
 def in_rows(stored: Stored) -> Iterator[np.ndarray]:
@@ -147,8 +131,8 @@ def write(path: Path, specs: Specs, value: Callable[[str], np.ndarray], limit: i
         for new in fresh.values():
             new.unlink(missing_ok=True)
         raise
-    if index in fresh and index.exists():
-        index.replace(_old_index(index))  # no index may list a mix of two exports
+    if index in fresh:
+        index.unlink(missing_ok=True)  # no index may list a mix of two exports
     for file, new in fresh.items():
         new.replace(file)
     for file in stale:
@@ -162,23 +146,18 @@ def read(path: Path) -> dict[str, Stored]:
     if path != index and path.is_file():
         return _open(path)
     if not index.is_file():
-        cut_short = " An export was interrupted: export it again." if _old_index(index).exists() else ""
-        raise CheckpointError(f"{path} does not exist, nor {index.name} beside it.{cut_short}")
+        raise CheckpointError(f"{path} does not exist, nor {index.name} beside it. Export or download it again.")
     _, listed = _read_index(index)
     tensors: dict[str, Stored] = {}
     for name in sorted({*listed.values()}):
         file = index.with_name(name)
         if not file.is_file():
             raise CheckpointError(f"{file} is listed in {index.name} but does not exist. {_AGAIN}")
-        for tensor, stored in _open(file).items():
-            if listed.get(tensor, name) != name:
-                continue  # the index takes it from another file
-            if tensor in tensors:
-                raise CheckpointError(f"{file} and another file hold {tensor}; {index.name} lists neither. {_AGAIN}")
-            tensors[tensor] = stored
-    for tensor, name in listed.items():
-        if tensor not in tensors:
-            raise CheckpointError(f"{index} lists {tensor} in {name}, which does not hold it. {_AGAIN}")
+        held = _open(file)
+        for tensor in (tensor for tensor, in_file in listed.items() if in_file == name):
+            if tensor not in held:
+                raise CheckpointError(f"{index} lists {tensor} in {name}, which does not hold it. {_AGAIN}")
+            tensors[tensor] = held[tensor]
     return tensors
 
 
@@ -188,17 +167,14 @@ def _bytes(spec: jax.ShapeDtypeStruct) -> int:
 
 def _shards(path: Path, specs: Specs, limit: int) -> dict[Path, Specs]:
     """Split the tensors into files of at most `limit` bytes, in order; a larger tensor gets its own file."""
-    shards, filled = list[dict[str, jax.ShapeDtypeStruct]]([{}]), 0
-    for name, spec in specs.items():
-        if shards[-1] and filled + _bytes(spec) > limit:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = spec
-        filled += _bytes(spec)
-    if len(shards) == 1:
+    groups = list(portions(specs, lambda name: _bytes(specs[name]), limit))
+    if len(groups) < 2:
         return {path: specs}
-    count = len(shards)
-    return {path.with_stem(f"{path.stem}-{i:05}-of-{count:05}"): shard for i, shard in enumerate(shards, 1)}
+    count = len(groups)
+    return {
+        path.with_stem(f"{path.stem}-{i:05}-of-{count:05}"): {name: specs[name] for name in group}
+        for i, group in enumerate(groups, 1)
+    }
 
 
 def _write_one(file: Path, specs: Specs, value: Callable[[str], np.ndarray]) -> None:
@@ -221,43 +197,30 @@ def _write_one(file: Path, specs: Specs, value: Callable[[str], np.ndarray]) -> 
 
 def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
     """Return files of an earlier export to `path`, to delete once `files` are written."""
-    index = _index_path(path)
-    old = _old_index(index)  # exists if a process was killed
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder. Name a file in it: {path.name}/model{SUFFIX}.")
-    own = [path, index, *(file for each in (index, old) if os.path.lexists(each) for file in _own_shards(each, path))]
-    for file in files:
-        if file not in own and os.path.lexists(file):
-            raise _foreign(file)
-    return [*dict.fromkeys(file for file in own if file not in files and os.path.lexists(file)), old]
+    index, stale = _index_path(path), [path]
+    shards = path.parent.glob(f"{glob.escape(path.stem)}-*-of-*{SUFFIX}")
+    for file in filter(os.path.lexists, (index, *sorted(shards))):
+        if _is_own(file):
+            stale.append(file)
+        elif file == index or file in files:
+            raise CheckpointError(
+                f"jdp replaces only files that it wrote; it did not write {file}. Export to another folder, or move "
+                "the file."
+            )
+    return [file for file in stale if file not in files]
 
 
-def _own_shards(index: Path, path: Path) -> list[Path]:
-    """Return the shards that hold exactly the tensors that an index lists."""
+def _is_own(file: Path) -> bool:
+    """Return True if jdp wrote a shard or an index."""
+    if file.is_symlink():
+        return False
     try:
-        metadata, listed = _read_index(index)
-    except CheckpointError:
-        raise _foreign(index) from None
-    if index.is_symlink() or _MARK not in metadata:
-        raise _foreign(index)
-    own: list[Path] = []
-    for name in sorted({*listed.values()}):
-        file = index.with_name(name)
-        shard = re.fullmatch(rf"{re.escape(path.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(SUFFIX)}", name)
-        if shard and file.is_file() and not file.is_symlink():
-            try:
-                held = {*_open(file)}
-            except CheckpointError:
-                continue
-            if held == {tensor for tensor, each in listed.items() if each == name}:
-                own.append(file)
-    return own
-
-
-def _foreign(file: Path) -> CheckpointError:
-    return CheckpointError(
-        f"jdp replaces only files that it wrote; it did not write {file}. Export to another folder, or move the file."
-    )
+        is_index = file.name.endswith(_INDEX)
+        return _MARK in (_read_index(file)[0] if is_index else safe_open(file, framework="numpy").metadata() or {})
+    except (CheckpointError, OSError, SafetensorError):
+        return False
 
 
 def _open(file: Path) -> dict[str, Stored]:
@@ -290,8 +253,3 @@ def _read_index(index: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
 
 def _index_path(path: Path) -> Path:
     return path.with_name(path.name + _INDEX)
-
-
-def _old_index(index: Path) -> Path:
-    """Return the path of the old index while its shards are being replaced."""
-    return index.with_name(f".{index.name}.old")

@@ -71,17 +71,10 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
     }
     for n in range(config.layers):
         layer = f"{prefix}h.{n}."
-        for theirs, ours in (("ln_1", "attention_norm"), ("ln_2", "mlp_norm")):
-            tensors[f"{layer}{theirs}.weight"] = Tensor((in_layer(config, n, f"{ours}/scale"),))
-            tensors[f"{layer}{theirs}.bias"] = Tensor((in_layer(config, n, f"{ours}/bias"),))
-        for theirs, ours in (
-            ("attn.c_attn", ("attention/query", "attention/key", "attention/value")),
-            ("attn.c_proj", ("attention/output",)),
-            ("mlp.c_fc", ("mlp/up",)),
-            ("mlp.c_proj", ("mlp/down",)),
-        ):
-            tensors[f"{layer}{theirs}.weight"] = Tensor(tuple(in_layer(config, n, f"{path}/kernel") for path in ours))
-            tensors[f"{layer}{theirs}.bias"] = Tensor(tuple(in_layer(config, n, f"{path}/bias") for path in ours))
+        for theirs, (weight, *ours) in _GPT2_MAPS.items():
+            for name, part in (("weight", weight), ("bias", "bias")):
+                parts = tuple(in_layer(config, n, f"{path}/{part}") for path in ours)
+                tensors[f"{layer}{theirs}.{name}"] = Tensor(parts)
     constants = (f"{prefix}h.*.attn.bias", f"{prefix}h.*.attn.masked_bias")  # the causal mask
     return _names(config, tensors, f"{prefix}wte.weight", constants)
 
@@ -122,6 +115,15 @@ def hf_names(config: GPTConfig) -> Names:
     return llama_names(config) if getattr(config, "positions", None) == "rotary" else gpt2_names(config)
 
 
+_GPT2_MAPS = {
+    "ln_1": ("scale", "attention_norm"),
+    "ln_2": ("scale", "mlp_norm"),
+    "attn.c_attn": ("kernel", "attention/query", "attention/key", "attention/value"),
+    "attn.c_proj": ("kernel", "attention/output"),
+    "mlp.c_fc": ("kernel", "mlp/up"),
+    "mlp.c_proj": ("kernel", "mlp/down"),
+}
+"""The norms and linear maps of a layer: their names in GPT-2's files -> the name of their weight, and jdp's names."""
 LLAMA_MAPS = {
     "self_attn.q_proj": "attention/query",
     "self_attn.k_proj": "attention/key",

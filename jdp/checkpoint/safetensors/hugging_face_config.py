@@ -17,8 +17,8 @@ from typing import Any
 from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError
-from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
-from jdp.checkpoint.safetensors.families import FAMILIES, REFUSED, is_inert
+from jdp.checkpoint.safetensors.config_table import Table, read_json
+from jdp.checkpoint.safetensors.families import FAMILIES, is_inert
 from jdp.models import GPTConfig
 
 NAME = "config.json"
@@ -60,11 +60,6 @@ def read(path: Path) -> GPTConfig | None:
     if not isinstance(table, dict) or "model_type" not in table:
         return None
     values = Table(file, table)
-    if (reason := REFUSED.get(str(table["model_type"]))) is not None:
-        raise CheckpointError(
-            f"{file}: jdp does not build model_type {shortened(table['model_type'])}: {reason}. Use one of "
-            f"{', '.join(FAMILIES)}."
-        )
     family = values.choice("model_type", FAMILIES)
     values.require("quantization_config", None)
     arguments = family.read(values)

@@ -8,6 +8,7 @@ shard as a slice of the file, and nothing else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental.multihost_utils import process_allgather
 
 from jdp.base.notices import warn
 from jdp.base.public import public
@@ -28,7 +29,7 @@ from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
 from jdp.checkpoint.format.trees import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.config_table import read_json, write_json
-from jdp.checkpoint.safetensors.files import Grown, Stored
+from jdp.checkpoint.safetensors.files import Stored
 from jdp.checkpoint.safetensors.hugging_face import hf_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences, gpt_config_from_hf, read, written
@@ -72,7 +73,33 @@ def export_safetensors(
     path = user_path(path).absolute()
     if path.suffix != files.SUFFIX:
         raise CheckpointError(f"A safetensors file is named NAME{files.SUFFIX}; given {path.name}. Add the suffix.")
-    export_weights(path, weights_of(params), names, dtype, max_shard_bytes)
+    leaves = weights_of(params)
+    check_values(leaves)
+    _check_dtype(dtype)
+    tensors = resolve(names, leaves)
+    check_cover(tensors, leaves)
+    specs = dict[str, jax.ShapeDtypeStruct]()
+    for name, tensor in tensors.tensors.items():
+        own = leaves[tensor.parts[0].path].dtype
+        if isinstance(own, np.dtype):  # not a key of jax.random
+            own = np.dtype(dtype) if dtype is not None and jnp.issubdtype(own, jnp.floating) else own.newbyteorder("=")
+        specs[name] = jax.ShapeDtypeStruct(file_shape(tensor, leaves), own)
+
+    files.check_writable(specs)
+
+    def value(name: str) -> np.ndarray:
+        return _gather(tensors.tensors[name], leaves).astype(specs[name].dtype, copy=False)
+
+    if jax.process_index() == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write(path, specs, value, max_shard_bytes, importlib.import_module("jdp").__version__)
+        except OSError as error:
+            raise write_error(f"{path} was not written", error) from error
+    else:
+        for name in specs:  # a gather needs every process
+            value(name)
+    meet("the end of jdp.export_safetensors")
 
 
 @public()
@@ -123,7 +150,8 @@ def export_hf(
     _check_dtype(dtype)
     own = next((leaf.dtype for leaf in weights.values()), np.float32)
     keys = written(config, np.dtype(own if dtype is None else dtype).name, stored)
-    export_weights(folder / f"model{files.SUFFIX}", weights, names, dtype, max_shard_bytes)
+    path = folder / f"model{files.SUFFIX}"
+    export_safetensors(path, params, names=names, dtype=dtype, max_shard_bytes=max_shard_bytes)
     on_first_process(lambda: _write_beside(folder, keys, beside))
 
 
@@ -181,19 +209,20 @@ def import_safetensors(
         ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/model.safetensors.
     """
     path = user_path(path).absolute()
-    leaves, stored = weights_of(target), dict[str, Stored | Grown](files.read(path))
+    leaves, stored = weights_of(target), files.read(path)
     expected = resolve(names, leaves)
     if check_config:
         _check_config(expected, path)
     check_cover(expected, leaves, missing)
     for name in sorted(ignored_names({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)):
-        if name in expected.tensors and (needed := _needed(expected.tensors[name], missing)):
-            raise needed_but_ignored(needed[0])
+        for part in expected.tensors[name].parts if name in expected.tensors else ():
+            if not matches(part.path, missing):
+                raise needed_but_ignored(part.path)
         del stored[name]
     _check_copies(expected, stored, path)
     _grow(expected, stored, leaves, path)
     _check_stored(expected, stored, leaves, missing, path)
-    sources = _sources(expected, stored, leaves, path)
+    sources = _sources(expected, stored, leaves)
     check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
     read = {leaf_path: _read_leaf(leaf_path, leaves[leaf_path], source) for leaf_path, source in sources.items()}
 
@@ -223,38 +252,6 @@ def weights_of(tree: PyTree) -> dict[str, Any]:
 # Export.
 
 
-def export_weights(
-    path: Path, leaves: Mapping[str, Any], names: GivenNames, dtype: Any, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> None:
-    """Write leaves by slash path to a safetensors file."""
-    check_values(leaves)
-    _check_dtype(dtype)
-    tensors = resolve(names, leaves)
-    check_cover(tensors, leaves)
-    specs = dict[str, jax.ShapeDtypeStruct]()
-    for name, tensor in tensors.tensors.items():
-        own = leaves[tensor.parts[0].path].dtype
-        if isinstance(own, np.dtype):  # not a key of jax.random
-            own = np.dtype(dtype) if dtype is not None and jnp.issubdtype(own, jnp.floating) else own.newbyteorder("=")
-        specs[name] = jax.ShapeDtypeStruct(file_shape(tensor, leaves), own)
-
-    files.check_writable(specs)
-
-    def value(name: str) -> np.ndarray:
-        return _gather(tensors.tensors[name], leaves).astype(specs[name].dtype, copy=False)
-
-    if jax.process_index() == 0:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.write(path, specs, value, max_shard_bytes, importlib.import_module("jdp").__version__)
-        except OSError as error:
-            raise write_error(f"{path} was not written", error) from error
-    else:
-        for name in specs:  # a gather needs every process
-            value(name)
-    meet("the end of jdp.export_safetensors")
-
-
 def _check_dtype(dtype: Any) -> None:
     try:
         is_float = dtype is None or jnp.issubdtype(np.dtype(dtype), jnp.floating)
@@ -275,18 +272,12 @@ def _on_host(leaf: Any, layer: int | None) -> np.ndarray:
     """Copy an array, or one index of its leading dim, to this host."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf if layer is None else leaf[layer])
-    replicated = None
-    if not leaf.is_fully_addressable and isinstance(leaf.sharding, NamedSharding):
-        replicated = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # other processes hold shards of it
-    if layer is None and replicated is None:
-        leaf = leaf.copy()  # an array keeps its host copy while it lives, and the state's arrays live on
-    else:
-        leaf = jax.jit(_layer, out_shardings=replicated)(leaf, layer)
-    return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
+    # An array keeps its host copy while it lives, and the state's arrays live on.
+    part = leaf.copy() if layer is None else _layer(leaf, layer)
+    return np.asarray(part) if part.is_fully_addressable else process_allgather(part, tiled=True)
 
 
-def _layer(leaf: jax.Array, layer: jax.Array | None) -> jax.Array:
-    return leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+_layer = jax.jit(functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False))
 
 
 # Import.
@@ -296,7 +287,7 @@ def _layer(leaf: jax.Array, layer: jax.Array | None) -> jax.Array:
 class _Source:
     """The part of a tensor that holds a parameter, or one layer of it."""
 
-    stored: Stored | Grown
+    stored: Stored
     transposed: bool
     first: int  # start of the part in the tensor's last dim, before it is transposed
 
@@ -337,31 +328,28 @@ def _check_copies(names: Names, stored: Mapping[str, Any], path: Path) -> None:
             )
 
 
-def _grow(names: Names, stored: dict[str, Stored | Grown], leaves: Mapping[str, Any], path: Path) -> None:
+def _grow(names: Names, stored: dict[str, Stored], leaves: Mapping[str, Any], path: Path) -> None:
     """Add the model's further rows to tensors with a row for each token, and report it."""
     for name in names.vocabulary:
         tensor, (tokens, *others) = stored.get(name), file_shape(names.tensors[name], leaves)
-        if isinstance(tensor, Stored) and 0 < tensor.shape[0] < tokens and [*tensor.shape[1:]] == others:
-            stored[name] = Grown(tensor, tokens)
+        if tensor is not None and 0 < tensor.shape[0] < tokens and [*tensor.shape[1:]] == others:
+            stored[name] = replace(tensor, rows=tokens)
             added = f"{tokens - tensor.shape[0]} rows are added, each the mean of the file's rows"
             warn(f"{name} has {tensor.shape[0]} tokens in {path}, {tokens} in the model: {added}")
 
 
-def _needed(tensor: Tensor, missing: Sequence[str]) -> list[str]:
-    """Return the required parameters of a tensor."""
-    return [part.path for part in tensor.parts if not matches(part.path, missing)]
-
-
 def _check_stored(
     names: Names,
-    stored: Mapping[str, Stored | Grown],
+    stored: Mapping[str, Stored],
     leaves: Mapping[str, Any],
     missing: Sequence[str],
     path: Path,
 ) -> None:
-    """Check that the file has exactly the model's tensors, in its shapes."""
+    """Check that the file has exactly the model's tensors, in its shapes; not only some layers of a parameter."""
+    present = {part.path for name, tensor in names.tensors.items() if name in stored for part in tensor.parts}
     for name, tensor in names.tensors.items():
-        if name not in stored and _needed(tensor, missing):
+        needed = (part.path in present or not matches(part.path, missing) for part in tensor.parts)
+        if name not in stored and any(needed):
             closest = nearest(name, stored, "; its closest name is ", cutoff=0.0).rstrip("?")
             raise CheckpointError(
                 f"{path} has no {name}, which holds {tensor.parts[0].path}"
@@ -383,7 +371,7 @@ def _check_stored(
 
 
 def _sources(
-    names: Names, stored: Mapping[str, Stored | Grown], leaves: Mapping[str, Any], path: Path
+    names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any]
 ) -> dict[str, dict[int | None, _Source]]:
     """Return the source of each parameter, or each layer of it, that the file has."""
     sources: dict[str, dict[int | None, _Source]] = {}
@@ -392,13 +380,6 @@ def _sources(
         for part in tensor.parts if name in stored else ():
             sources.setdefault(part.path, {})[part.layer] = _Source(stored[name], tensor.transposed, first)
             first += part_shape(part, leaves)[-1] if len(tensor.parts) > 1 else 0
-    for name, tensor in names.tensors.items():
-        for part in tensor.parts:  # a parameter may be missing, but not some of its layers
-            if name not in stored and part.path in sources:
-                raise CheckpointError(
-                    f"A file has all layers of a parameter or none; {path} has no {name}, but other layers of "
-                    f"{part.path}. The file is incomplete: copy it again."
-                )
     return sources
 
 

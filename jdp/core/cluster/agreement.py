@@ -3,14 +3,14 @@
 JAX does not check that processes have equal keys, shapes and programs: if they differ, results are wrong or a
 collective hangs. They are compared through the coordination service, without the devices.
 
-1. Each process publishes a digest of each fact, and waits at a barrier; processes that do not arrive are named.
+1. Each process publishes a digest of each fact, and waits at a barrier, which names missing processes.
 2. The first process compares the digests and publishes its verdict. For the first fact that differs, two processes
-   publish its text, and the first process finds where the texts begin to differ.
+   publish its text, and the first process finds the first difference of the texts.
 3. Every process reads the same verdict, and raises the same error.
 
-A call whose shapes are those of the call before asks nobody. So a process whose batch alone has changed would wait here
-for ever, and the others in a collective. A thread on each looks once a second, in large clusters less often, whether
-another waits at a call that this process has passed, and reports it.
+A call with the shapes of the call before it compares nothing. So if only one process' batch changes shape, that process
+would wait here for ever, and the others in a collective. A thread on each process looks once a second, in large
+clusters less often, whether another process waits at a call that this process has passed, and reports it.
 """
 
 import atexit
@@ -43,7 +43,7 @@ SHOWN = 160  # characters of a line that an error shows
 _rounds: Counter[str] = Counter()
 _calls: Counter[str] = Counter()
 _agreed: dict[tuple[str, str, str], str] = {}
-"""(group, caller, name of a fact) -> the text that all agreed on last."""
+"""(group, caller, name of a fact) -> the text on which all agreed last."""
 _watched: set[str] = set()
 _ending = threading.Event()
 _refused: dict[str, str] = {}
@@ -51,14 +51,14 @@ _refused: dict[str, str] = {}
 
 
 class Mismatch(UserError):
-    """Processes differ that must be equal; all raise it, with the same text. Starting again alone does not help."""
+    """Processes differ and must be equal; all raise this, with the same text. A restart alone does not help."""
 
     exit_code = 78
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that must be the same on every process."""
+    """A fact that must be the same on every process."""
 
     name: str  # start of a sentence, such as "The key"
     text: str  # the fact in full, one line for each part
@@ -71,14 +71,14 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
 
 
 def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float = WAIT_SECONDS) -> None:
-    """Compare this process' facts with those of the other processes of a mesh. All of them must call it."""
+    """Compare this process' facts with those of the other processes of a mesh. All of them must call this."""
     members = processes_of(mesh)
     if len(members) > 1:
         _agree(caller, facts, members, wait_seconds)
 
 
 def passed(mesh: Mesh) -> None:
-    """Tell that this process begins a call of a step or a gradient that it need not agree on, or has agreed on."""
+    """Record that this process begins a call of a step or a gradient, after any agreement."""
     group = _group(mesh)
     if group in _refused:
         raise Mismatch(_refused[group])
@@ -91,7 +91,7 @@ def _group(mesh: Mesh) -> str:
 
 
 def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_SECONDS) -> None:
-    """Compare this process' facts with those of all that have joined, as the service knows them; start no backend."""
+    """Compare this process' facts with those of all processes that have joined, without starting a backend."""
     if joined := joined_as():
         _agree(caller, facts, tuple(range(joined[1])), wait_seconds, everyone=True)
 
@@ -99,10 +99,10 @@ def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_
 def _agree(
     caller: str, facts: Sequence[Fact], members: tuple[int, ...], wait_seconds: float, *, everyone: bool = False
 ) -> None:
-    """Compare facts among `members`; with `everyone`, among all that have joined."""
+    """Compare facts among `members`; with `everyone`, among all processes that have joined."""
     client = coordination_client()
     if client is None:
-        notice("several processes without JAX's coordination service: whether they agree is not checked")
+        notice("without JAX's coordination service, jdp does not check that the processes agree")
         return
     facts = [Fact("The place in the program", caller, "Every process makes the same calls, in the same order."), *facts]
     group = "all" if everyone else repr(members)
@@ -118,7 +118,7 @@ def _agree(
     _meet(store, "come", wait_seconds, caller, lambda: _refuse_passed(store, group, caller, facts))
     first = store.me == members[0]
     if first:
-        store.forget(f"{_prefix(group)}/{_rounds[group] - 1}")  # all have read it: they are here
+        store.forget(f"{_prefix(group)}/{_rounds[group] - 1}")  # all have read it, because they are here
         store.put("verdict", json.dumps(_first_difference(store.all("facts"), facts)))
     differing = json.loads(store.get("verdict", members[0], ANSWER_SECONDS))
     if differing is None:
@@ -131,7 +131,7 @@ def _agree(
         texts = [store.get("text", rank, ANSWER_SECONDS) for rank in differing["shown"]]
         store.put("message", _message(caller, fact, differing, texts))
     message = store.get("message", members[0], ANSWER_SECONDS)
-    with contextlib.suppress(RuntimeError):  # the store is the first process': it stays until all have read
+    with contextlib.suppress(RuntimeError):  # the first process holds the store: it stays until all have read
         _meet(store, "read", ANSWER_SECONDS, caller)
     raise Mismatch(message)
 
@@ -141,7 +141,7 @@ def _prefix(group: str) -> str:
 
 
 def _refuse_passed(store: Store, group: str, caller: str, facts: Sequence[Fact]) -> None:
-    """Raise Mismatch if another process has passed the call at which this one waits: a change is of this one alone."""
+    """Raise Mismatch if another process has passed the call at which this process waits: only this one changed."""
     if not (others := sorted(store.all("passed"))):
         return
     before = {fact.name: _agreed.get((group, caller, fact.name), fact.text) for fact in facts}
@@ -153,7 +153,7 @@ def _refuse_passed(store: Store, group: str, caller: str, facts: Sequence[Fact])
 
 
 def _watch(client: Any, group: str, members: tuple[int, ...]) -> None:
-    """Tell a process that waits at a call which this one has passed, and report its message."""
+    """Tell processes that wait at a call that this process has passed, and report the first one's message."""
     failures = 0
     while failures < 3 and not _ending.wait(WATCH_SECONDS * max(1, len(members) / 256)):  # 256 questions a second
         number = _rounds[group] + 1
@@ -166,12 +166,12 @@ def _watch(client: Any, group: str, members: tuple[int, ...]) -> None:
                 print(f"jdp: {_refused[group]}", file=sys.stderr, flush=True)  # the main thread may be in a collective
                 break
             failures = 0
-        except RuntimeError:  # the service has ended, or that process
+        except RuntimeError:  # the service or that process has ended
             failures += 1
 
 
 def _end(thread: threading.Thread) -> None:
-    """Wait for a thread at the end of Python: one that comes back from JAX into a Python that ends aborts it."""
+    """Wait for a thread at the end of Python: a thread that returns from JAX while Python ends aborts the process."""
     _ending.set()
     thread.join(THREAD_SECONDS)
 
@@ -182,8 +182,8 @@ def _meet(store: Store, name: str, seconds: float, caller: str, look: Callable[[
         name,
         seconds,
         lambda missing: (
-            f"All processes come to {caller} together; in {seconds:g} seconds {missing} did not. Each "
-            "makes the same calls with batches of the same shapes: see the last output of those that did not come."
+            f"All processes come to {caller} together; in {seconds:g} seconds {missing} did not. Each makes the same "
+            "calls with batches of the same shapes: see the last output of the missing processes."
         ),
         arrived="facts",
         look=look,
@@ -191,7 +191,7 @@ def _meet(store: Store, name: str, seconds: float, caller: str, look: Callable[[
 
 
 def _first_difference(published: dict[int, str], facts: Sequence[Fact]) -> dict[str, Any] | None:
-    """Return the first fact that differs, the processes in the minority, and two that publish their text; or None."""
+    """Return the first fact that differs, the minority of processes, and two that publish their text; or None."""
     digests = {process: json.loads(text) for process, text in sorted(published.items())}
     for number in range(len(facts)):
         groups: defaultdict[str | None, list[int]] = defaultdict(list)
@@ -208,7 +208,7 @@ def _first_difference(published: dict[int, str], facts: Sequence[Fact]) -> dict[
 
 
 def _message(caller: str, fact: Fact, differing: dict[str, Any], texts: Sequence[str]) -> str:
-    """Return the error as one line: the rule, which processes differ and in what, the fix."""
+    """Return the error as one line: the rule, the processes that differ, their difference, the fix."""
     pairs = zip(*(_lines(text) for text in texts), strict=False)
     number, pair = next(((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]), (None, None))
     shown = differing["shown"]
@@ -248,7 +248,7 @@ _LARGE_CONSTANT = re.compile(r'dense<"0x([0-9A-Fa-f]+)">')
 def key_fact(key: jax.Array, name: str) -> Fact:
     """Return a random key as a fact; `name` starts a sentence, such as "The key"."""
     text = f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"
-    return Fact(name, text, "Make it of one number that all processes know: jax.random.key(0).")
+    return Fact(name, text, "Make it from a number that all processes know: jax.random.key(0).")
 
 
 def program_fact(lowered: jax.stages.Lowered) -> Fact:
@@ -258,8 +258,8 @@ def program_fact(lowered: jax.stages.Lowered) -> Fact:
     hoisted = getattr(lowered._lowering, "const_args", ())  # pyright: ignore[reportPrivateUsage]
     constants = [f"constant {x.dtype}{list(x.shape)} #{_digest(_bytes(x))}" for x in hoisted]
     fix = (
-        "What differs comes of numpy's or Python's own random numbers, of a file that differs, or of a branch on "
-        "jax.process_index(): draw from `rng`, and build the same on every process."
+        "Causes are numpy's or Python's own random numbers, a file that differs, or a branch on jax.process_index(): "
+        "draw from `rng`, and build the same on every process."
     )
     return Fact("The program (its constants too)", "\n".join([text, *constants]), fix)
 

@@ -1,9 +1,9 @@
-"""Barriers of all processes, bounded in time: processes that do not arrive are named.
+"""Barriers of all processes, bounded in time, which name the processes that do not arrive.
 
-JAX's own barrier (`multihost_utils.sync_global_devices`) is a collective of the devices: with a process missing it
-waits for ever, without a message. Here they wait in the coordination service, which answers while the devices hang.
+JAX's own barrier (`multihost_utils.sync_global_devices`) is a collective of the devices: if a process is missing, it
+waits for ever, without a message. These barriers use the coordination service, which answers while the devices hang.
 
-A barrier is known by its name and by the number of barriers before it under that name: all processes come to them in
+A barrier is identified by its name and by the number of earlier barriers of that name: all processes come to them in
 the same order.
 """
 
@@ -21,17 +21,17 @@ from jax._src.distributed import global_state  # nothing public says who we are 
 from jdp.base.errors import UserError
 
 THREAD_SECONDS = 5.0
-"""How long to wait for a thread to end, which may be calling a service that is gone."""
+"""How long to wait for a thread to end; it may be calling a service that is gone."""
 
 
 class LostPeer(RuntimeError):
-    """A process did not come to a barrier, or did not send what the others wait for; the message names it."""
+    """A process did not come to a barrier, or did not send a value; the message names it."""
 
 
 def joined_as() -> tuple[int, int] | None:
     """Return (process id, number of processes) in the cluster that this process has joined, else None.
 
-    Unlike `jax.process_index()` it starts no backend, and so never waits for a peer.
+    Unlike `jax.process_index()`, this starts no backend, so it never waits for a peer.
     """
     return (global_state.process_id, global_state.num_processes) if jax.distributed.is_initialized() else None
 
@@ -58,7 +58,7 @@ def meet(name: str, *, seconds: float = WAIT_SECONDS) -> None:
 
 
 def from_every_process(name: str, value: str, *, seconds: float = WAIT_SECONDS) -> list[str]:
-    """Return the values of all processes, by their index, on every process; they wait for each other."""
+    """Return the values of all processes, by their index, on every process; all wait for each other."""
     if jax.process_count() == 1:
         return [value]
     store = _store(name)
@@ -67,8 +67,8 @@ def from_every_process(name: str, value: str, *, seconds: float = WAIT_SECONDS) 
         "met",
         seconds,
         lambda missing: (
-            f"All processes come to {name} together; in {seconds:g} seconds {missing} did not. Each makes "
-            "the same calls, in the same order: see the last output of those that did not come."
+            f"All processes come to {name} together; in {seconds:g} seconds {missing} did not. Each makes the same "
+            "calls, in the same order: see the last output of the missing processes."
         ),
     )
     if store.me == 0:  # all have left the barrier before this one
@@ -78,7 +78,7 @@ def from_every_process(name: str, value: str, *, seconds: float = WAIT_SECONDS) 
 
 
 def from_first_process(name: str, value: _Small, *, seconds: float = WAIT_SECONDS) -> _Small:
-    """Return process 0's value on every process; the others wait for it, and it does not wait for them."""
+    """Return process 0's value on every process; the others wait for process 0, which does not wait for them."""
     if jax.process_count() == 1:
         return value
     store = _store(name)
@@ -90,22 +90,19 @@ def from_first_process(name: str, value: _Small, *, seconds: float = WAIT_SECOND
     except jax.errors.JaxRuntimeError as error:
         if not _in_vain(error):
             raise
-        raise LostPeer(
-            f"Process 0 says {name}, and the others wait for it; in {seconds:g} seconds it did not. See its last "
-            "output."
-        ) from error
+        raise LostPeer(f"Process 0 did not send {name} in {seconds:g} seconds. See its last output.") from error
 
 
 @dataclass(frozen=True)
 class Store:
-    """Keys of the coordination service's store that begin with one prefix, and barriers of that name.
+    """Keys of the coordination service's store with one prefix, and barriers of that name.
 
     Attributes:
-        everyone: True if these are all that have joined; the service may know of more than this process does.
+        everyone: True if these are all processes that have joined; the service may know more than this process.
     """
 
     client: Any  # JAX's client of the coordination service
-    prefix: str  # the begin of the keys
+    prefix: str  # the beginning of the keys
     members: tuple[int, ...]  # the processes that take part
     everyone: bool = False
 
@@ -120,17 +117,17 @@ class Store:
         self.client.key_value_set(f"{self.prefix}/{kind}/{self.me}", text)
 
     def get(self, kind: str, process: int, seconds: float) -> str:
-        """Return what a process published, after waiting for it."""
+        """Return a process' text, after waiting for it."""
         key = f"{self.prefix}/{kind}/{process}"
         return _interruptible(lambda: self.client.blocking_key_value_get(key, int(seconds * 1000)))
 
     def all(self, kind: str) -> dict[int, str]:
-        """Return what each process has published: process -> text."""
+        """Return the published texts: process -> text."""
         entries = self.client.key_value_dir_get(f"{self.prefix}/{kind}")
         return {int(key.rpartition("/")[2]): text for key, text in entries}
 
     def forget(self, prefix: str) -> None:
-        """Delete all keys below another prefix, which no process reads any more."""
+        """Delete all keys below another prefix, which no process needs any more."""
         self.client.key_value_delete(prefix)
 
     def wait(
@@ -154,10 +151,10 @@ class Store:
 
 
 def end_threads() -> None:
-    """Wait at the end of Python for jdp's threads: one that comes back from C++ into a Python that ends aborts it.
+    """Wait at the end of Python for jdp's threads: a thread that returns from C++ while Python ends aborts it.
 
-    A thread that still waits in a barrier was left there by an exception of the main thread, such as a signal
-    handler's. Its wait ends with JAX's client, so this process leaves the cluster first.
+    A thread still waits in a barrier if an exception of the main thread, such as a signal handler's, left it there. Its
+    wait ends with JAX's client, so this process leaves the cluster first.
     """
     if _alive(_THREAD):
         jax.distributed.shutdown()
@@ -185,8 +182,8 @@ def _store(name: str) -> Store:
     client = coordination_client()
     if client is None:
         raise UserError(
-            f"Several processes meet through JAX's coordination service ({name}); given {jax.process_count()} "
-            "processes without it. Call jdp.initialize() first."
+            f"{jax.process_count()} processes need JAX's coordination service ({name}), and did not join it. Call "
+            "jdp.initialize() first."
         )
     _rounds[name] += 1
     return Store(client, _prefix(name, _rounds[name]), tuple(range(jax.process_count())))
@@ -197,7 +194,7 @@ def _prefix(name: str, number: int) -> str:
 
 
 def _in_vain(error: Exception) -> bool:
-    """Return True if the time was up, and the coordination service itself is alive."""
+    """Return True if the time is up, and the coordination service itself is alive."""
     return "DEADLINE_EXCEEDED" in str(error)
 
 

@@ -1,10 +1,10 @@
 """The handshake at the start: processes that were not started alike end at once, all with the same message.
 
-JAX accepts processes with other versions, other numbers of devices, or another number of processes, and then hangs or
-computes something else. There are three comparisons:
+JAX accepts processes with different versions, numbers of devices or numbers of processes, and then hangs or computes
+something else. There are three comparisons:
 
 1. On joining: versions that determine a program, and jdp's own source. No device is started.
-2. Once JAX has its devices: every process has as many. Each process sees all of them, so nothing is sent.
+2. When JAX has its devices: their number on every process. Each process sees all devices, so nothing is sent.
 3. `jdp train`: the experiment, line by line. The program is compared before the first step (`batch`).
 """
 
@@ -29,7 +29,7 @@ def check_environment() -> None:
     install = "Install the same on every machine, and start every process from the same environment."
     versions = [Fact("Python's version", ".".join(platform.python_version_tuple()[:2]), install)]
     versions += [Fact(f"The version of {name}", importlib.metadata.version(name), install) for name in _PACKAGES]
-    source = Fact("jdp's source", _source(PACKAGE), f"One of them has another copy of jdp. {install}")
+    source = Fact("jdp's source", _source(PACKAGE), f"One process has another copy of jdp. {install}")
     agree_all("jdp.initialize", [*versions, source], wait_seconds=WAIT_SECONDS)
 
 
@@ -44,8 +44,8 @@ def check_device_counts() -> None:
     differ = [process for process, count in counts.items() if count != usual]
     raise Mismatch(
         f"Every process must have as many devices as the others; given {named(differ)} with "
-        f"{', '.join(str(counts[process]) for process in differ[:3])} where the others have {usual}. Give all the same "
-        "--devices-per-process, or the same GPUs (CUDA_VISIBLE_DEVICES, --gpus-per-task)."
+        f"{', '.join(str(counts[process]) for process in differ[:3])}, the others with {usual}. Give all the same "
+        "--devices-per-process, or as many GPUs (CUDA_VISIBLE_DEVICES, --gpus-per-task)."
     )
 
 

@@ -1,13 +1,12 @@
-"""Join a cluster of processes, and exit if something failed.
+"""Join a cluster of processes, and exit after a failure.
 
 `initialize` looks for a cluster in a fixed order: its own arguments, jdp's variables, JAX_COORDINATOR_ADDRESS, Open
-MPI, Slurm, an indexed Kubernetes job, a TPU pod (`schedulers`). None found means one process. A cluster that cannot be
-joined is always an error: several processes that train separately look healthy and are all wrong.
+MPI, Slurm, an indexed Kubernetes job, a TPU pod (`schedulers`). If it finds none, the process is alone. A cluster that
+cannot be joined is always an error: several processes that train separately look healthy and are all wrong.
 """
 
 import atexit
 import contextlib
-import inspect
 import os
 import re
 import sys
@@ -28,10 +27,10 @@ from jdp.core.cluster.handshake import check_environment
 from jdp.core.cluster.roll_call import RollCall, bind_address, wait_for_coordinator
 from jdp.core.cluster.schedulers import Cluster, find_cluster, split_address
 
-HEARTBEAT_SECONDS = 60  # a process without a heartbeat for half of it or all of it is lost, and JAX aborts all others
+HEARTBEAT_SECONDS = 60  # without a heartbeat for half or all of this time a process is lost, and JAX aborts all others
 JOIN_SECONDS = 60  # how long JAX's own joining may take once all are here
 SHUTDOWN_SECONDS = 60  # how long a process that has finished waits for the others
-LAST_WORDS_SECONDS = 1.0  # process 0 stays so long after a failure: when it ends, JAX aborts the others at once
+LAST_WORDS_SECONDS = 1.0  # process 0 stays this long after a failure: when it ends, JAX aborts the others at once
 _NO_PROXY = "no_grpc_proxy"  # gRPC reads this name, in lower case: through a proxy it would not reach the coordinator
 FAILED, INTERRUPTED = 70, 130  # exit codes: an exception, or the others did not arrive; Ctrl-C
 
@@ -55,30 +54,28 @@ def initialize(
         >>> jdp.initialize()  # first, before anything asks JAX for its devices
         >>> mesh = jdp.make_mesh(data=-1)  # all devices of all processes
 
-    Without arguments the environment determines the cluster: under `jdp launch`, `srun` or `mpirun` and on a TPU pod
-    nothing more is needed. An indexed Kubernetes job sets JDP_NUM_PROCESSES. Processes that ssh started set
-    JDP_COORDINATOR and JDP_PROCESS_ID too. On a single machine it returns at once. If virtual CPU devices were asked
-    for, XLA gets two threads for each (PJRT_NPROC).
+    Without arguments the environment determines the cluster: `jdp launch`, `srun`, `mpirun` and a TPU pod set it. An
+    indexed Kubernetes job sets JDP_NUM_PROCESSES. Processes started by ssh set JDP_COORDINATOR and JDP_PROCESS_ID too.
+    On a single machine this returns at once. For virtual CPU devices XLA gets two threads each (PJRT_NPROC).
 
     After joining, an uncaught exception ends this process at once, with exit code 70, after its traceback. Otherwise
     the other processes would wait for it in their next collective. `sys.excepthook` is chained, not replaced. A process
     that ends normally waits up to a minute for the others to end, and reports if they do not.
 
     The processes compare their versions, jdp's source and their number of devices. If one differs, all raise the same
-    error and end with exit code 78: starting again alone does not help.
+    error and end with exit code 78, because a restart alone does not help.
 
     Args:
-        coordinator: "HOST:PORT" of process 0, the same in all processes. Give the first three arguments when no
-            launcher of the list above starts the processes.
+        coordinator: "HOST:PORT" of process 0, the same in all processes. Give the first three arguments when none of
+            the launchers above starts the processes.
         num_processes: number of processes in the cluster.
         process_id: index of this process, from 0.
-        timeout_seconds: how long to wait for the others, in seconds. Who is missing after ten seconds is printed.
-            Raise it when machines of one job start minutes apart.
+        timeout_seconds: how long to wait for the others, in seconds. Processes that are missing after ten seconds are
+            printed. Raise it when machines of one job start minutes apart.
 
     Raises:
-        ValueError: only some of the first three arguments are given. They contradict each other or the cluster that is
-            joined already. The environment variables of the launcher do not describe a cluster. JAX_MTLS_CERT_FILE is
-            set, and this JAX ignores it.
+        ValueError: only some of the first three arguments are given. They contradict each other or the cluster that was
+            joined before. The environment variables of the launcher do not describe a cluster.
         Mismatch: a ValueError; the processes were not started alike.
         MissingProcesses: a RuntimeError; not all came in time. Uncaught, it ends the process with exit code 75.
         RuntimeError: there is a cluster, but it could not be joined.
@@ -88,40 +85,43 @@ def initialize(
     if cluster is None or cluster.num_processes == 1:
         return
     if joined := joined_as():
-        _check_same(cluster, joined)
+        given = (cluster.process_id, cluster.num_processes)
+        if cluster.coordinator is not None and given != joined:
+            raise UserError(
+                f"This process has already joined a cluster as number {joined[0]} of {joined[1]}; given number "
+                f"{given[0]} of {given[1]} ({cluster.source}). Call initialize once."
+            )
         _leave_when_failed()
         return
-    if (
-        "JAX_MTLS_CERT_FILE" in os.environ
-        and "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters
-    ):
-        raise UserError(
-            f"Mutual TLS of JAX's coordinator needs JAX 0.12; given JAX_MTLS_CERT_FILE, which JAX {jax.__version__} "
-            "ignores. Unset it and use a private network, or install a newer JAX."
-        )
     _leave_when_failed()
     if cluster.coordinator is not None:
-        _call_roll(cluster, cluster.coordinator, timeout_seconds)
+        assert cluster.process_id is not None and cluster.num_processes is not None
+        host, _ = split_address(cluster.coordinator)
+        os.environ[_NO_PROXY] = ",".join(filter(None, [os.environ.get(_NO_PROXY), host]))
+        jax.config.update("jax_check_proxy_envs", False)
+        RollCall(cluster.coordinator, cluster.process_id, cluster.num_processes).call(timeout_seconds)
         timeout_seconds = JOIN_SECONDS
+        if cluster.process_id:
+            wait_for_coordinator(cluster.coordinator, JOIN_SECONDS)
     try:
         jax.distributed.initialize(**_arguments(cluster), initialization_timeout=timeout_seconds)
     except Exception as error:
         raise RuntimeError(
-            f"This process is part of a cluster ({cluster.source}) and could not join it: {error} "
-            "(to train on its own all the same, set JDP_NUM_PROCESSES=1)"
+            f"This process is part of a cluster ({cluster.source}) and could not join it: {error} (to train alone, set "
+            "JDP_NUM_PROCESSES=1)"
         ) from error
     check_environment()
     note_joined()
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return True if an error in a cluster means that another process ended or is stuck, which is then the cause."""
+    """Return True if an error in a cluster was caused by another process, which ended or is stuck."""
     if joined_as() is None:
         return False
     if isinstance(error, LostPeer):
         return True
     if isinstance(error, TimeoutError) and isinstance(error.__cause__, jax.errors.JaxRuntimeError):
-        return True  # Orbax' word for a barrier of the coordination service that failed, for whatever reason
+        return True  # Orbax raises this if a barrier of the coordination service fails, for whatever reason
     text = str(error)
     of_jax = type(error).__name__ == "JaxRuntimeError" or (isinstance(error, ValueError) and "gloo" in text.lower())
     return of_jax and _LOST_PEER.search(text) is not None
@@ -130,8 +130,8 @@ def is_lost_peer(error: BaseException) -> bool:
 def leave_after_failure(code: int, *, lost_peer: bool = False) -> None:
     """End this process at once if it has joined a cluster; else return.
 
-    A failed process must not end normally: JAX's exit barrier would wait for peers that wait for this one, five minutes
-    by default. A process that lost a peer waits a moment, so that a supervisor sees the cause end first.
+    A failed process must not end normally: JAX's exit barrier would wait for peers that wait for this process, five
+    minutes by default. A process that lost a peer waits a moment, so that a supervisor sees the cause end first.
     """
     joined = joined_as()
     if joined is None:
@@ -157,12 +157,12 @@ class _LeavingHook:
             self.before(kind, error, trace)
         finally:
             leave_after_failure(_exit_code(error), lost_peer=is_lost_peer(error))
-            if hasattr(error, "exit_code"):  # it could not join, and Python would end it with 1
+            if hasattr(error, "exit_code"):  # it could not join, and Python would end with 1
                 raise SystemExit(_exit_code(error))
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that ends with this error, which may have its own, as `Mismatch` has."""
+    """Return the exit code of a process that ends with this error, which may have its own, like `Mismatch`."""
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
 
 
@@ -188,23 +188,11 @@ def _at_exit() -> None:
             return  # the service is gone: JAX reports it
         print(
             f"process {joined[0]} of {joined[1]} came to its end, and {SHUTDOWN_SECONDS} seconds later others had not: "
-            "they may wait for it in a step that it did not take. All processes take the same number of batches, and "
-            "end together.",
+            "they may wait for it in a step. All processes take the same number of batches, and end together.",
             file=sys.stderr,
         )
         leave_after_failure(FAILED)
     end_threads()
-
-
-def _call_roll(cluster: Cluster, coordinator: str, seconds: float) -> None:
-    """Wait until all processes are here and, but for process 0, the coordinator is."""
-    assert cluster.process_id is not None and cluster.num_processes is not None
-    host, _ = split_address(coordinator)
-    os.environ[_NO_PROXY] = ",".join(filter(None, [os.environ.get(_NO_PROXY), host]))
-    jax.config.update("jax_check_proxy_envs", False)
-    RollCall(coordinator, cluster.process_id, cluster.num_processes).call(seconds)
-    if cluster.process_id:
-        wait_for_coordinator(coordinator, JOIN_SECONDS)
 
 
 def _arguments(cluster: Cluster) -> dict[str, Any]:
@@ -220,13 +208,3 @@ def _arguments(cluster: Cluster) -> dict[str, Any]:
         "cluster_detection_method": "deactivate",
         "coordinator_bind_address": bind_address(cluster.coordinator),
     }
-
-
-def _check_same(cluster: Cluster, joined: tuple[int, int]) -> None:
-    """Check that a second call names the cluster that is joined already."""
-    given = (cluster.process_id, cluster.num_processes)
-    if cluster.coordinator is not None and given != joined:
-        raise UserError(
-            f"This process has already joined a cluster as number {joined[0]} of {joined[1]}; "
-            f"it cannot join another ({cluster.source}) as number {given[0]} of {given[1]}. Call initialize once."
-        )

@@ -1,14 +1,14 @@
-"""The roll call: before they join, processes wait for each other, and those that are missing are named.
+"""The roll call: before they join, processes wait for each other, and the missing ones are named.
 
-JAX's own wait says nothing for five minutes and ends in an abort. So process 0 listens at the coordinator's address
-first. The others connect, say who they are, and stay connected until all have come. Then process 0 closes the port, and
-JAX's coordinator takes it.
+JAX's own wait is silent for five minutes and ends in an abort. So process 0 first listens at the coordinator's address.
+The others connect, send their numbers, and stay connected until all have come. Then process 0 closes the port, and
+JAX's coordinator opens it.
 
-All of them are of one attempt: a process that has ended is disconnected, and so not counted. The coordinator of an
-attempt before does not answer; the others wait until it is gone.
+All processes belong to one attempt: a process that has ended is disconnected, and not counted. The coordinator of an
+earlier attempt does not answer; the others wait until it is gone.
 
-Nodes whose processes have all ended with 0 call the roll once more, as nodes: processes of an attempt that starts again
-then hear that it cannot be complete.
+If all processes of a node have ended with 0, the node calls the roll once more. Then processes that were started again
+learn that their attempt cannot be complete.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from jdp.core.cluster.schedulers import is_loopback, split_address
 SAY_SECONDS = 10.0  # a wait that takes longer is reported
 _POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 2.0
-_VERDICT_SECONDS = 5.0  # process 0's verdict may come that much after the deadline
+_VERDICT_SECONDS = 5.0  # process 0's verdict may come this long after the deadline
 _LONGEST = 4096  # bytes of a message
 _MESSAGE = {"unit": str, "number": int, "count": int, "host": str}
 
@@ -49,7 +49,7 @@ def bind_address(coordinator: str) -> str | None:
 
 @dataclass(frozen=True)
 class RollCall:
-    """The roll call of processes, or of nodes, as one of them makes it."""
+    """The roll call of processes, or of nodes, as seen by one of them."""
 
     coordinator: str  # "HOST:PORT" of number 0
     number: int  # of this process or node
@@ -80,7 +80,7 @@ class RollCall:
     # Number 0.
 
     def _listening(self, end: float) -> socket.socket:
-        """Return the server, once nobody else has the port: gRPC would share it with another job of this user."""
+        """Return the server, when nobody else uses the port: gRPC would share it with another job of this user."""
         bound = bind_address(self.coordinator)
         host, port = split_address(bound or self.coordinator)
         say_at = time.monotonic() + SAY_SECONDS
@@ -92,13 +92,13 @@ class RollCall:
                     raise UserError(f"Process 0 listens at {bound}: {error.strerror}. Name its own host.") from None
             text = f"port {port} of the coordinator is taken on {socket.gethostname()}"
             if time.monotonic() > end:
-                raise MissingProcesses(f"{text}: end what listens there (ss -ltnp), or choose another port.")
+                raise MissingProcesses(f"{text}: end the program there (ss -ltnp), or choose another port.")
             if time.monotonic() > say_at:
                 notice_anywhere(f"{text}: waiting for it")
             time.sleep(_POLL_SECONDS)
 
     def _hear_all(self, server: socket.socket, here: dict[int, socket.socket], end: float, seconds: float) -> None:
-        """Hear the others, into `here`, until all of them are connected."""
+        """Collect the others in `here`, until all are connected."""
         say_at = time.monotonic() + SAY_SECONDS
         server.settimeout(_POLL_SECONDS)
         while missing := [number for number in range(1, self.count) if number not in here]:
@@ -106,19 +106,19 @@ class RollCall:
             text = f"{found} of {self.count} {PLURAL[self.unit]} {'is' if found == 1 else 'are'} here"
             if time.monotonic() > end:
                 raise MissingProcesses(
-                    f"{text}: {who} did not come to {self.coordinator} within {seconds:g} seconds. Start as many as "
-                    "the environment says, and see that they reach that address."
+                    f"{text}: {who} did not come to {self.coordinator} within {seconds:g} seconds. Start them, and "
+                    "check that they reach this address."
                 )
             if time.monotonic() > say_at:
                 notice_anywhere(f"{text}: waiting for {who}")
                 say_at += 6 * SAY_SECONDS
-            with contextlib.suppress(OSError):  # nobody came, or who came has left
+            with contextlib.suppress(OSError):  # nobody came, or it has left again
                 self._hear(server.accept()[0], here)
             for number in [number for number, connection in here.items() if not _is_connected(connection)]:
                 here.pop(number).close()
 
     def _hear(self, connection: socket.socket, here: dict[int, socket.socket]) -> None:
-        """Hear who it is that has connected."""
+        """Read the number of a new connection."""
         connection.settimeout(_CONNECT_SECONDS)
         said = _read(connection)
         connection.setblocking(False)
@@ -131,19 +131,19 @@ class RollCall:
                 raise Mismatch(problem)
             return None
         if older := here.pop(said["number"], None):
-            text = f"{_who(said)} came twice: give each process a number, and each machine a --node-rank, of its own."
+            text = f"{_who(said)} came twice: give each process its own number, and each machine its own --node-rank."
             _tell([older], {"error": text, "code": Mismatch.exit_code})
             older.close()
         here[said["number"]] = connection
         return None
 
     def _problem(self, said: dict[str, Any]) -> str:
-        """Return why this attempt cannot be complete, from what one of the others says of itself; "" if it can."""
+        """Return why this attempt cannot be complete, given another's message; "" if it can."""
         if said["unit"] != self.unit:
             node = said if self.unit == "process" else self._message()
             return (
                 f"All processes must end together; those of {_who(node)} have ended with exit code 0, and others were "
-                "started again. See why they did not end with 0: all processes take the same steps."
+                "started again. Find why these did not end with 0: all processes take the same steps."
             )
         if said["count"] == self.count and 0 < said["number"] < self.count:
             return ""
@@ -155,11 +155,11 @@ class RollCall:
     # The others.
 
     def _answer(self, end: float, seconds: float) -> None:
-        """Connect to number 0, again and again, and wait for its verdict."""
+        """Connect to number 0, repeatedly, and wait for its verdict."""
         say_at = time.monotonic() + SAY_SECONDS
         me, text = f"{self.unit} {self.number} of {self.count}", ""
         while time.monotonic() < end:
-            verdict, problem = {}, "something else listens there, or an attempt that has not ended"
+            verdict, problem = {}, "another program listens there, or an earlier attempt"
             try:
                 with socket.create_connection(split_address(self.coordinator), _CONNECT_SECONDS) as connection:
                     connection.sendall(json.dumps(self._message()).encode())
@@ -176,7 +176,7 @@ class RollCall:
                 notice_anywhere(f"{me} is here: waiting, as {text}")
             time.sleep(_POLL_SECONDS)
         raise MissingProcesses(
-            f"{me} waited {seconds:g} seconds, and {text}. Start {self.unit} 0, and see that its name has an address "
+            f"{me} waited {seconds:g} seconds, and {text}. Start {self.unit} 0, and check that its name has an address "
             "here and its port is open."
         )
 
@@ -185,7 +185,7 @@ class RollCall:
 
 
 def wait_for_coordinator(address: str, seconds: float) -> None:
-    """Wait until JAX's coordinator listens, so that gRPC, which waits a second after a refusal, finds it at once."""
+    """Wait until JAX's coordinator listens, because gRPC waits a second after a refusal."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(OSError), socket.create_connection(split_address(address), _CONNECT_SECONDS):
@@ -206,14 +206,14 @@ def _tell(connections: Iterable[socket.socket], verdict: dict[str, Any]) -> None
 def _is_connected(connection: socket.socket) -> bool:
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))
-    except BlockingIOError:  # it says nothing more
+    except BlockingIOError:  # it is silent
         return True
     except OSError:
         return False
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:
-    """Return the message that is there; {} at the end of the connection, and for nonsense."""
+    """Return the next message; {} at the end of the connection, and for nonsense."""
     try:
         message = json.loads(connection.recv(_LONGEST))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Find the cluster that this process is part of, from environment variables alone.
+"""Find this process' cluster, from environment variables alone.
 
-Whoever starts processes says by variables how many there are and which one this is. The address of process 0, where the
-coordinator listens, follows from them too:
+The program that starts processes sets variables with their number and the index of each. The address of process 0,
+where the coordinator listens, follows from them too:
 
 | started by          | host of process 0                              | port                                    |
 |---------------------|------------------------------------------------|-----------------------------------------|
@@ -12,8 +12,8 @@ coordinator listens, follows from them too:
 | an indexed job      | this pod's name with index 0                   | 8476                                    |
 
 JDP_COORDINATOR replaces the address under a scheduler too, and JAX_COORDINATOR_PORT the port. JAX's own detectors
-(`jax/_src/clusters`) give the address under Slurm and Open MPI 4. They do not know Open MPI 5. In a
-pod they ask the API server, for which it needs rights. They give each process one GPU, even if it is alone on its host.
+(`jax/_src/clusters`) give the address under Slurm and Open MPI 4. They do not know Open MPI 5. In a pod they ask the
+API server, which needs permissions. They give each process one GPU, even if it is alone on its host.
 """
 
 import os
@@ -29,14 +29,14 @@ from jdp.base.errors import UserError
 from jdp.base.machine import visible_gpus
 
 KUBERNETES_PORT = 8476
-_FIRST_PORT, _PORTS = 2**16 - 2**12, 2**12  # above the ports that Linux gives out by itself
+_FIRST_PORT, _PORTS = 2**16 - 2**12, 2**12  # above Linux' ephemeral ports
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster to join, and which of its processes this is. Without a coordinator, JAX detects both."""
+    """A cluster to join, and the index of this process. Without a coordinator, JAX detects both."""
 
-    source: str  # origin of the cluster, for messages: "arguments" or "Slurm", say
+    source: str  # for messages, such as "arguments" or "Slurm"
     coordinator: str | None = None  # "HOST:PORT" of process 0
     num_processes: int | None = None  # number of processes in the cluster
     process_id: int | None = None  # index of this process
@@ -55,7 +55,7 @@ class Cluster:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of "HOST:PORT", without the brackets of an IPv6 address. Raises ValueError."""
+    """Return host and port of "HOST:PORT", without the brackets of an IPv6 address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"A coordinator is HOST:PORT, with a port from 1 to 65535; given {address!r}.")
@@ -65,7 +65,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if "HOST:PORT" can be reached from this machine alone."""
+    """Return True if only this machine can reach "HOST:PORT"."""
     host, _ = split_address(address)
     return host in ("localhost", "::1") or host.startswith("127.")
 
@@ -75,8 +75,8 @@ def find_cluster(
 ) -> Cluster | None:
     """Return the cluster that the arguments, or else the environment, describe; None for a single process.
 
-    JDP_NUM_PROCESSES=1 means a single process, whatever else the environment holds. The shell of a batch script under
-    Slurm (`sbatch`, `salloc`) is a single process too: only several tasks of a step that `srun` started are a cluster.
+    JDP_NUM_PROCESSES=1 means a single process, whatever the rest of the environment. The shell of a batch script under
+    Slurm (`sbatch`, `salloc`) is a single process too: only several tasks of a step of `srun` are a cluster.
     """
     if (coordinator, num_processes, process_id) != (None, None, None):
         return Cluster("arguments", coordinator, num_processes, process_id)
@@ -101,8 +101,8 @@ def find_cluster(
 def _open_mpi(address: str | None) -> Cluster | None:
     """Return the cluster of an mpirun of several ranks; None if there is none.
 
-    Before Slurm's: where mpirun runs in a Slurm job, its ranks also have the variables of the daemons' step. Open MPI 4
-    gives all ranks the addresses of mpirun's host, 5 a job name with that host's name in it.
+    This comes before Slurm, because in a Slurm job the ranks of mpirun also have the variables of the daemons' step.
+    Open MPI 4 gives all ranks the addresses of mpirun's host; Open MPI 5 gives a job name that contains its name.
     """
     size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     if size == 1:
@@ -119,7 +119,7 @@ def _open_mpi(address: str | None) -> Cluster | None:
         address = f"{named[1]}:{port}"
     elif address is None:
         raise UserError(
-            "The coordinator's address must be known to all ranks; this mpirun names no host. Name rank 0's: mpirun -x "
+            "All ranks must know the coordinator's address; this mpirun names no host. Name rank 0's: mpirun -x "
             "JDP_COORDINATOR=HOST:PORT …"
         )
     return Cluster("Open MPI", address, size, int(os.environ["OMPI_COMM_WORLD_RANK"]), _share(on_host, local))
@@ -128,7 +128,7 @@ def _open_mpi(address: str | None) -> Cluster | None:
 def _slurm(address: str | None) -> Cluster | None:
     """Return the cluster of a Slurm step of several tasks; None if there is none.
 
-    With `--gpus-per-task`, or one task on the node, a task uses all GPUs that it sees; else an equal share of them.
+    With `--gpus-per-task`, or one task on the node, a task uses all visible GPUs; otherwise an equal share of them.
     """
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks == 1:
@@ -141,7 +141,7 @@ def _slurm(address: str | None) -> Cluster | None:
 
 
 def _share(processes: int, local: int) -> tuple[int, ...] | None:
-    """Return the GPUs of process `local` of the `processes` on this host, an equal share; None for all that it sees."""
+    """Return process `local`'s equal share of the GPUs of `processes` on this host; None for all visible GPUs."""
     gpus = len(visible_gpus(os.environ))
     if processes < 2 or gpus < processes:
         return None
@@ -150,26 +150,25 @@ def _share(processes: int, local: int) -> tuple[int, ...] | None:
 
 
 def _kubernetes(address: str | None, count: int | None) -> Cluster | None:
-    """Return the cluster of an indexed job, alone or in a JobSet; None if this is none.
+    """Return the cluster of an indexed job, alone or in a JobSet; None outside of one.
 
-    A pod knows its own index and, by its headless service, the name of pod 0. The job must say how many there are.
+    A pod knows its own index and, by its headless service, the name of pod 0. The job must say the number of pods.
     """
     index = os.environ.get("JOB_COMPLETION_INDEX")
     if index is None:
         return None
     if count is None:
         raise UserError(
-            "A pod of an indexed Kubernetes job joins the others by JDP_NUM_PROCESSES; it is not set. Give the job's "
-            "container this variable, spec.completions (1: each pod is on its own), as experiments/cluster/jobset.yaml "
-            "does."
+            "A pod of an indexed Kubernetes job joins the others by JDP_NUM_PROCESSES; it is not set. Set it to "
+            "spec.completions in the job's container (1: each pod is alone), as experiments/cluster/jobset.yaml does."
         )
     if address is None:
         host, _, domain = socket.getfqdn().partition(".")
         if not domain or not host.endswith(f"-{index}"):
             raise UserError(
                 "Pods of an indexed job find each other by a headless service, as JOB-0.SERVICE…; given a pod named "
-                f"{socket.getfqdn()!r}. Make a headless service and name it in spec.template.spec.subdomain, or set "
-                "JDP_COORDINATOR, as experiments/cluster/jobset.yaml does."
+                f"{socket.getfqdn()!r}. Name a headless service in spec.template.spec.subdomain, as "
+                "experiments/cluster/jobset.yaml does, or set JDP_COORDINATOR."
             )
         port = os.environ.get("JAX_COORDINATOR_PORT", KUBERNETES_PORT)
         address = f"{host.removesuffix(index)}0.{domain}:{port}"
@@ -177,7 +176,7 @@ def _kubernetes(address: str | None, count: int | None) -> Cluster | None:
 
 
 def _tpu() -> Cluster | None:
-    """Return a TPU pod, which JAX asks a metadata server about; None if this is none."""
+    """Return a TPU pod, for which JAX asks a metadata server; None outside of one."""
     if "MEGASCALE_COORDINATOR_ADDRESS" in os.environ or "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
         return Cluster("TPU, several hosts")
     if cloud_tpu_init.running_in_cloud_tpu_vm and "TPU_SKIP_MDS_QUERY" not in os.environ:
@@ -186,11 +185,8 @@ def _tpu() -> Cluster | None:
 
 
 def _integer(name: str) -> int | None:
-    """Return the value of one of jdp's variables; None if it is not set. Raises ValueError."""
+    """Return the value of one of jdp's variables; None if it is not set."""
     text = os.environ.get(name)
     if text is not None and not text.isdecimal():
-        raise UserError(
-            f"JDP_NUM_PROCESSES and JDP_PROCESS_ID must be whole numbers; given {text!r}. Unset them, or use jdp "
-            "launch."
-        )
+        raise UserError(f"JDP_NUM_PROCESSES and JDP_PROCESS_ID must be whole numbers; given {text!r}. Unset them.")
     return None if text is None else int(text)

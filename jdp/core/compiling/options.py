@@ -1,7 +1,7 @@
 """Options of XLA's compiler as a value: "auto", "default", "overlap", or a table of options.
 
-`Compiler.of` checks the value; `Compiler.for_mesh` resolves it for the devices that a step is compiled for. What that
-compiler does not know is left out and reported by name: options come and go with jax's versions.
+`Compiler.of` checks the value; `Compiler.for_mesh` resolves it for the devices of a step. Options that their compiler
+does not know are left out and reported by name, because options come and go with jax's versions.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ CompilerValue = bool | int | float | str
 CompilerOptions = CompilerPreset | Mapping[str, CompilerValue]
 
 _JOINED = 2**30
-"""Bytes: with it a layer's collectives of one kind become one. XLA's own limit, 30 MiB, leaves several, each of which
-its scheduler takes to last as long as a few matrix products."""
+"""Bytes: this limit joins a layer's collectives of one kind. XLA's own, 30 MiB, leaves several, and its scheduler
+assumes that each lasts as long as a few matrix products."""
 _THRESHOLDS = tuple(
     f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
 PRESETS: dict[CompilerPreset, Mapping[str, CompilerValue]] = {
     "default": {},
     "overlap": {
-        # Starts collectives as early and awaits them as late as it can. XLA's default for H100, not for A100: there
-        # llama_8b_zero3 (zero3, a100:8x8, one sequence a GPU, as simulated, jax 0.10.2) hides 50 % of its communication
-        # with this whole preset in place of 24, and a step takes 5 % less.
+        # Starts collectives as early and awaits them as late as possible. XLA's default for H100, not for A100: there
+        # llama_8b_zero3 (a100:8x8, one sequence a GPU, simulated with jax 0.10.2) hides 50 % of its communication with
+        # the whole preset and 24 % without, and a step takes 5 % less.
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        # gpt_1b (h100:8x8, as simulated, jax 0.10.2) hides 91 % in place of 71 under zero3, 91 of 76 under ddp.
+        # gpt_1b (h100:8x8, simulated with jax 0.10.2) hides 91 % instead of 71 under zero3, and of 76 under ddp.
         **dict.fromkeys(_THRESHOLDS, _JOINED),
     },
 }
-"""Preset -> its options; "auto" is one of these by the mesh (`Compiler.on`). None is for CPU, whose devices share
-cores, or for TPU, whose compiler overlaps by default."""
+"""Preset -> its options; the mesh decides which of these "auto" is (`Compiler.on`). CPU devices share cores, and TPU's
+compiler overlaps by default, so there are no options for them."""
 
 _PREFIXES = {"xla_gpu_": "gpu", "xla_cpu_": "cpu", "xla_tpu_": "tpu"}
 _UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
@@ -57,7 +57,7 @@ _KINDS = {"bool": "true or false", "string": "text", "float": "a number", "doubl
 class Compiler:
     """Options of XLA's compiler, not yet resolved for devices: a preset, or ("") a sorted table of custom options.
 
-    With `buckets` the compiler for GPUs joins collectives of one kind up to that many bytes.
+    With `buckets` the compiler for GPUs joins collectives of one kind up to this number of bytes.
     """
 
     preset: CompilerPreset | Literal[""] = "default"
@@ -66,13 +66,10 @@ class Compiler:
 
     @staticmethod
     def of(given: Any, buckets: int | None = None) -> Compiler:
-        """Return the `Compiler` that a preset's name or a table of options stands for."""
-        if buckets is not None and (not is_integer(buckets) or buckets < 1):
-            raise UserError(
-                f"buckets is a number of bytes, at least 1, or None; given {buckets!r}: give an integer, such as "
-                "25 * 2**20."
-            )
+        """Return the `Compiler` for a preset's name or a table of options."""
         if buckets is not None:
+            if not is_integer(buckets) or buckets < 1:
+                raise UserError(f"buckets is a number of bytes, at least 1; given {buckets!r}. Give 25 * 2**20.")
             return replace(Compiler.of(given), buckets=buckets)
         if isinstance(given, Compiler):
             return given
@@ -81,28 +78,22 @@ class Compiler:
             return Compiler(next(word for word in words if word == given))
         if not isinstance(given, Mapping):
             presets = ", ".join(f'"{name}"' for name in words)
-            hint = nearest(str(given), words)
+            hint = nearest(str(given), words) or ". Write one of these."
             raise UserError(
-                f"The compiler's options are {presets}, or a table of XLA's options with their values; given "
-                f"{repr(given)[:100]}{hint or '. Write one of these.'}"
+                f"The compiler's options are {presets}, or a table of XLA's options; given {repr(given)[:100]}{hint}"
             )
         table = dict[Any, Any](given)
         for name, value in table.items():
             if not isinstance(name, str) or not re.fullmatch(r"xla_\w{1,200}", name):
-                raise UserError(
-                    f"Compiler options are XLA's, whose names begin with xla_; given {str(name)[:100]!r}: write "
-                    "xla_gpu_enable_latency_hiding_scheduler, or the like."
-                )
+                raise UserError(f"Names of compiler options begin with xla_; given {str(name)[:100]!r}. Correct it.")
             if not isinstance(value, bool | int | float | str):
-                raise UserError(
-                    f"A compiler option is true or false, a number or text; given {name} = {str(value)[:100]}: give "
-                    "one value."
-                )
+                rule = "A compiler option is true or false, a number or text"
+                raise UserError(f"{rule}; given {name} = {str(value)[:100]}. Correct it.")
         return Compiler("", tuple(sorted(table.items()))) if table else Compiler()
 
     @property
     def settled(self) -> dict[str, CompilerValue]:
-        """Its options where it is not "auto"."""
+        """Its options, if it is not "auto"."""
         options = {**PRESETS.get(self.preset, {})} if self.preset else dict(self.options)
         return options | ({} if self.buckets is None else dict.fromkeys(_THRESHOLDS, self.buckets))
 
@@ -111,14 +102,11 @@ class Compiler:
         """The argument for `of` that makes this: a preset's name, or option -> value."""
         return self.preset or dict(self.options)
 
-    def __str__(self) -> str:
-        return self.preset or ", ".join(f"{name}={value}" for name, value in self.options)
-
     def on(self, mesh: Mesh) -> Compiler:
         """Return the same with "auto" settled: "overlap" on several GPUs without a `model` axis, else "default".
 
-        Simulated with jax 0.10.2, gpt_1b zero3 on h100:8x8 takes 69.8 ms with it and 90.7 without. On h100:1x8 no step
-        of GPT-2 or gpt_1b takes longer. tensor_parallel takes 878 ms with it and 807 without.
+        Simulated with jax 0.10.2, gpt_1b zero3 on h100:8x8 takes 69.8 ms with "overlap" and 90.7 without. On h100:1x8
+        no step of GPT-2 or gpt_1b takes longer. tensor_parallel takes 878 ms with it and 807 without.
         """
         if self.preset != "auto":
             return self
@@ -129,9 +117,9 @@ class Compiler:
         return replace(self, preset="overlap" if is_of_gpus and not is_sharded else "default")
 
     def for_mesh(self, mesh: Mesh) -> dict[str, CompilerValue]:
-        """Return the options with which a program for the mesh's devices, real or described, is compiled.
+        """Return the options for a program on the mesh's devices, real or described.
 
-        Options of another platform, or unknown to the devices' compiler, are left out; that is reported once.
+        Options of another platform, or unknown to the devices' compiler, are left out and reported once.
         """
         import jax
 
@@ -153,9 +141,9 @@ DEFAULT = Compiler()
 
 @lru_cache(maxsize=256)
 def _accepted(device: Device, options: tuple[tuple[str, CompilerValue, type], ...]) -> str:
-    """Compile nothing in particular with these options; return the compiler's error, or "". It takes 0.1 s.
+    """Compile a small program with these options; return the compiler's error, or "". It takes 0.1 s.
 
-    The types are given, as 1 equals True.
+    The types are arguments because 1 equals True.
     """
     import jax
     from jax.sharding import SingleDeviceSharding
@@ -173,7 +161,7 @@ def _accepted(device: Device, options: tuple[tuple[str, CompilerValue, type], ..
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(1) as other:  # another thread has no mesh in its context, and traces nothing
+    with ThreadPoolExecutor(1) as other:  # a new thread has no mesh in its context, and traces nothing
         return other.submit(trial).result()
 
 
@@ -182,16 +170,12 @@ def _known(device: Device, options: tuple[tuple[str, CompilerValue], ...]) -> di
     while options and (error := _accepted(device, tuple((*option, type(option[1])) for option in options))):
         if wrong := _WRONG.search(error):
             name, kind = wrong.groups()
-            takes = _KINDS.get(kind, "a whole number")
-            raise UserError(
-                f"The compiler option {name} takes {takes}; given {dict(options)[name]!r}: change it, or leave it out."
-            )
+            takes, given = _KINDS.get(kind, "a whole number"), dict(options)[name]
+            raise UserError(f"The compiler option {name} takes {takes}; given {given!r}. Change it, or leave it out.")
         unknown = _UNKNOWN.search(error)
         if unknown is None:
             names = ", ".join(name for name, _ in options)
-            raise UserError(f"The compiler must take its options; given {names}, it says: {error.splitlines()[0]}")
-        notice(
-            f"XLA of jax {version('jax')} knows no compiler option {unknown[1]} on {device.platform}: it is left out"
-        )
+            raise UserError(f"The compiler refuses the options {names}: {error.splitlines()[0]}")
+        notice(f"XLA of jax {version('jax')} has no compiler option {unknown[1]} on {device.platform}: it is left out")
         options = tuple((name, value) for name, value in options if name != unknown[1])
     return dict(options)

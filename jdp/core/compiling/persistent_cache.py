@@ -1,11 +1,12 @@
 """Keep XLA's compiled programs on disk: a process that starts the same program again compiles nothing.
 
-The store is JAX's persistent compilation cache. jdp settles its folder, its limit, and whether it is safe to use:
+The store is JAX's persistent compilation cache. jdp chooses its folder and its limit, and checks that it is safe:
 
-- A program is code that this process runs: the folder is the user's alone, and not used if others may write to it.
-- The folder's name has the processor's features, which machine code for CPU devices rests on and JAX's own key lacks.
-- On several hosts it has to be one folder that all processes reach. On GPUs XLA divides the search for the best kernels
-  among all: a process that found its program would leave one that compiles waiting for ever.
+- A program is code that this process runs. So the folder is the user's, and not used if others may write to it.
+- The folder's name depends on the processor's features. Machine code for CPU devices does too, and JAX's own key does
+  not.
+- Several hosts need one folder that all processes reach. On GPUs XLA divides the search for the best kernels among
+  them: a process that found its program would leave a process that compiles waiting for ever.
 """
 
 import contextlib
@@ -30,20 +31,20 @@ from jdp.base.words import is_integer
 from jdp.core.cluster.barrier import from_every_process, from_first_process, joined_as, meet
 
 LIMIT_BYTES = 2**30
-"""Of all kept programs together: some thousand of small models, some dozens of large ones."""
+"""For all programs together: some thousand of small models, some dozens of large ones."""
 SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.05,  # reading a program takes a tenth of that
     "jax_persistent_cache_min_entry_size_bytes": -1,
     "jax_persistent_cache_enable_xla_caches": "none",  # XLA's own caches have no limit
 }
-"""JAX's settings, unless the environment has them already."""
+"""JAX's settings, unless the environment sets them."""
 _SWITCH = threading.Lock()
 _wanted: list[bool] = []
-"""The setting that each context that has it off now found: the first one's is the user's."""
+"""For each open context of `without_kept_programs`, the setting before it: the first is the user's."""
 
 
 def kept_in() -> Path | None:
-    """Return the folder in which compiled programs are kept; None: they are not."""
+    """Return the folder of compiled programs; None if they are not kept."""
     wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     chosen: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     return Path(chosen) if wanted and chosen else None
@@ -51,7 +52,7 @@ def kept_in() -> Path | None:
 
 @public()
 def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_BYTES) -> Path | None:
-    """Keep compiled programs on disk from now on, and read those that are there: a second start compiles nothing.
+    """Keep compiled programs on disk from now on, and read existing ones: a second start compiles nothing.
 
         >>> folder = jdp.keep_programs("programs")  # before anything is compiled
 
@@ -59,22 +60,20 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
     every process. It sets JAX's persistent compilation cache.
 
     Args:
-        folder: a folder for the programs; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. A folder inside of
-            it, named by the processor, has them. On several hosts give one that all of them share, or $JDP_CACHE_DIR.
-        limit_bytes: the least recently used programs are deleted beyond it. Raise it when large models fill the folder.
+        folder: a folder for the programs; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. They are in a
+            subfolder named after the processor. Several hosts need a folder that all share, or $JDP_CACHE_DIR.
+        limit_bytes: beyond it the least recently used programs are deleted. Raise it when large models fill the folder.
 
     Returns:
-        The folder of this processor. A folder that JAX was told before stays, by a call or by
-        JAX_COMPILATION_CACHE_DIR. None if JAX_ENABLE_COMPILATION_CACHE is off. None also if the folder cannot be made,
-        others may write to it, the run is on several hosts that share none, or its processors differ; this is reported.
+        The folder of this processor. A folder that JAX already has, by a call or by JAX_COMPILATION_CACHE_DIR, stays.
+        None if JAX_ENABLE_COMPILATION_CACHE is off. None also, and reported, if the folder cannot be made, others may
+        write to it, the run is on several hosts that share none, or its processors differ.
 
     Raises:
-        ValueError: a path that the file system cannot have, or a limit that is no positive integer.
+        ValueError: an impossible path, or a limit that is not a positive integer.
     """
     if not is_integer(limit_bytes) or limit_bytes < 1:
-        raise UserError(
-            f"limit_bytes is a number of bytes, at least 1; given {limit_bytes!r}: give an integer, such as 2**30."
-        )
+        raise UserError(f"limit_bytes is a number of bytes, at least 1; given {limit_bytes!r}. Give 2**30.")
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:16]
     chosen = folder is not None or "JDP_CACHE_DIR" in os.environ
     own = (default_folder() / "programs" if folder is None else user_path(folder)).absolute() / processor
@@ -107,9 +106,9 @@ def _why_not(folder: Path) -> str:
 
 
 def _why_not_together(folder: Path, why: str, chosen: bool, processor: str) -> str:
-    """Return why not all processes of this run can keep programs in one folder; of one process, what is given.
+    """Return why the processes of this run cannot all keep programs in one folder; for one process, return `why`.
 
-    All of them call this, whatever each has found.
+    All processes call this, because it waits for all.
     """
     joined = joined_as()
     if joined is None or joined[1] == 1:
@@ -135,9 +134,9 @@ def _why_not_together(folder: Path, why: str, chosen: bool, processor: str) -> s
 
 @contextlib.contextmanager
 def without_kept_programs() -> Generator[None]:
-    """Have JAX compile without reading or writing programs on disk, in all threads of this process.
+    """Compile without reading or writing programs on disk, in all threads of this process.
 
-    JAX writes programs of described devices, which no process can read again, and warns of each at its next
+    JAX would write programs of described devices, which no process can read again, and warn of each at its next
     compilation. Programs from disk also come without XLA's warnings.
     """
     with _SWITCH:

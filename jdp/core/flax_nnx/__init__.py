@@ -11,7 +11,6 @@ from jdp.core.flax_nnx.adapter import Adapter as Adapter
 from jdp.core.flax_nnx.adapter import built as built
 from jdp.core.flax_nnx.adapter import is_pattern as is_pattern
 from jdp.core.flax_nnx.adapter import matches as matches
-from jdp.core.flax_nnx.adapter import selected_average as selected_average
 from jdp.core.flax_nnx.adapter import split as split
 from jdp.core.flax_nnx.several import Models as Models
 from jdp.core.flax_nnx.several import gradient_state as gradient_state

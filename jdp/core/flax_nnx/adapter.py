@@ -4,20 +4,20 @@ A module is split once, at initialisation, and merged only while a step is trace
 module. Its parameters become nested dicts with text keys, which JAX flattens natively.
 
 Three kinds of variables:
-- `nnx.Param`, and what a filter of nnx (`wrt`) selects beside it: parameters. A call leaves them as they are.
+- `nnx.Param`, and variables that a filter of nnx (`wrt`) selects: parameters, which a call does not change.
 - `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): not part of the state. Every merge seeds them
-  anew from the step's key, so the masks depend on that key alone.
+  from the step's key, so the masks depend on that key alone.
 - All others (BatchNorm statistics), and arrays that are plain attributes (tables): model state, which the step returns
   changed. Variables that a call adds to the module (`sow`) are dropped, and reported.
 
-If a device sees only its part of the batch, `nnx.BatchNorm` (or a subclass) can take its statistics over mesh axes.
-Each device then has its own of other state that a call changes: floating-point values are averaged.
+If a device sees only its part of the batch, `nnx.BatchNorm` (or a subclass) can compute its statistics over mesh axes.
+Each device then has its own values of other state that a call changes: floating-point values are averaged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,22 +30,23 @@ from jax.sharding import PartitionSpec
 
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
+from jdp.base.tree_paths import path_of
 from jdp.core.flax_nnx.changes import is_unchanged
 from jdp.core.flax_nnx.norms import synchronise
-from jdp.core.flax_nnx.structure import Structure, structure_of
+from jdp.core.flax_nnx.structure import structure_of
 
 Flat = dict[tuple[Any, ...], Any]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A module without its arrays, which a merge fills in. Adapters of modules of equal structure are equal."""
+    """A module without its arrays, which a merge adds. Adapters of modules of equal structure are equal."""
 
-    structure: Structure
+    structure: Hashable
     graphdef: nnx.GraphDef[nnx.Module] = field(compare=False, repr=False)
     variables: Flat = field(compare=False, repr=False)  # of shapes
     synchronised: frozenset[str] = frozenset()  # paths of the averages of batch norms
-    others: frozenset[tuple[Any, ...]] = frozenset()  # parameters that are no nnx.Param: `wrt` selects them
+    others: frozenset[tuple[Any, ...]] = frozenset()  # parameters that are not nnx.Param: `wrt` selects them
 
     def merge(
         self,
@@ -59,7 +60,7 @@ class Adapter:
     ) -> nnx.Module:
         """Build the module: in training mode with a key to draw from, in evaluation mode without one.
 
-        With `running_norms` batch norms take their running averages in either mode.
+        With `running_norms` batch norms use their running averages in either mode.
         """
         filled: Flat = {}
         for path, variable in self.variables.items():
@@ -82,22 +83,22 @@ class Adapter:
         flat = {path: leaf for path, leaf in _flat(module).items() if path not in self.others}
         after = {path: value_of(leaf) for path, leaf in flat.items() if is_model_state(leaf)}
         if added := [path for path in after if path not in self.variables]:
-            notice(f"{'/'.join(map(str, added[0]))} was added to the model by its call, and is not kept between steps")
+            notice(f"a call of the model adds {'/'.join(map(str, added[0]))}, which is not kept between steps")
         return nested({path: value for path, value in after.items() if path in self.variables})
 
     def written(self, params: Mapping[str, Any], module: nnx.Module) -> list[tuple[str, Any, Any]]:
-        """Return (path, value before, value after) of parameters that a call set, maybe to what they were."""
+        """Return (path, value before, value after) of parameters that a call set, perhaps to the same value."""
         after = {path: leaf for path, leaf in _flat(module).items() if self.is_parameter(path, leaf)}
         pairs = ((p, at(params, p) if p in self.variables else None, value_of(leaf)) for p, leaf in after.items())
         return [("/".join(map(str, path)), old, new) for path, old, new in pairs if not is_unchanged(old, new)]
 
     @property
     def named(self) -> frozenset[str]:
-        """Paths of the parameters that are parameters because `wrt` selects them."""
+        """Paths of the parameters that only `wrt` makes parameters."""
         return frozenset("/".join(map(str, path)) for path in self.others)
 
     def is_parameter(self, path: tuple[Any, ...], variable: Any) -> bool:
-        """Return True for a variable of the parameters."""
+        """Return whether a variable is a parameter."""
         return isinstance(variable, nnx.Param) or path in self.others
 
     @property
@@ -116,17 +117,21 @@ class Adapter:
 
 
 def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[tuple[str, PartitionSpec], ...]]:
-    """Call `init` and read the sharding metadata of its parameters, logical names translated by the current rules.
+    """Call `init` and read the sharding metadata of its parameters; the current rules translate logical names.
 
-    NNX variables keep their metadata, but are not sharded by it eagerly: the plan shards them. linen's boxes
-    (`nn.Partitioned`) are replaced by their values.
+    NNX variables keep their metadata, but the plan shards them. linen's boxes (`nn.Partitioned`) are replaced by their
+    values.
     """
     with nnx.use_eager_sharding(False):
         model = init(rng)
     if isinstance(model, nnx.Module):
         return model, param_specs(model)
-    boxed = jax.tree.leaves_with_path(model, is_leaf=_is_box)
-    specs = ((jax.tree_util.keystr(p, simple=True, separator="/"), _box_spec(x)) for p, x in boxed if _is_box(x))
+    specs: list[tuple[str, PartitionSpec]] = []
+    for path, box in jax.tree.leaves_with_path(model, is_leaf=_is_box):
+        if isinstance(box, LogicallyPartitioned):
+            specs.append((path_of(path), logical_to_mesh_axes(box.names, box.rules) or PartitionSpec()))
+        elif _is_box(box):
+            specs.append((path_of(path), box.get_partition_spec()))
     unboxed = jax.tree.map(lambda x: x.value if _is_box(x) else x, model, is_leaf=_is_box)
     return unboxed, tuple((path, spec) for path, spec in specs if spec)
 
@@ -141,10 +146,10 @@ def param_specs(module: nnx.Module) -> tuple[tuple[str, PartitionSpec], ...]:
 def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
     """Return the spec in a variable's metadata; empty if there is none.
 
-    Layers that were stacked by a plain `vmap` still have one layer's metadata, which is for the last dimensions.
+    Layers that a plain `vmap` stacked still have one layer's metadata, which describes the last dimensions.
     """
     spec = get_var_pspec(variable) or PartitionSpec()
-    if not any(spec) or not hasattr(variable.get_value(), "ndim"):  # a tree of arrays has no one spec
+    if not any(spec) or not hasattr(variable.get_value(), "ndim"):  # a tree of arrays
         return PartitionSpec()
     missing = variable.get_value().ndim - len(spec)
     return PartitionSpec(*(None,) * missing, *spec)
@@ -154,14 +159,8 @@ def _is_box(leaf: Any) -> bool:
     return isinstance(leaf, Partitioned)
 
 
-def _box_spec(box: Partitioned[Any]) -> PartitionSpec:
-    if not isinstance(box, LogicallyPartitioned):
-        return box.get_partition_spec()
-    return logical_to_mesh_axes(box.names, box.rules) or PartitionSpec()
-
-
 def split(model: Any, wrt: Any = None) -> tuple[Any, Any, Adapter | None]:
-    """Split a module into (params, model_state, adapter); a pytree that is no NNX module gives (itself, {}, None).
+    """Split a module into (params, model_state, adapter); another pytree gives (itself, {}, None).
 
     Parameters are its `nnx.Param`, and floating-point variables of other types that `wrt`, a filter of nnx, selects.
     """
@@ -173,7 +172,10 @@ def split(model: Any, wrt: Any = None) -> tuple[Any, Any, Adapter | None]:
     is_param = {path: isinstance(leaf, nnx.Param) or path in others for path, leaf in variables.items()}
     params = nested({path: value_of(leaf) for path, leaf in variables.items() if is_param[path]})
     state = {path: value_of(leaf) for path, leaf in variables.items() if is_model_state(leaf) and not is_param[path]}
-    _check_state(state)
+    for path, leaf in ((path, leaf) for path, value in state.items() for leaf in jax.tree.leaves(value)):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            name, fix = "/".join(map(str, path)), "Make it a plain attribute of the module"
+            raise UserError(f"A variable of the model holds arrays; {name} holds {leaf!r}. {fix}.")
     model_state = jax.tree.map(jax.numpy.asarray, nested(state))
     shapes = {path: _shape(leaf) for path, leaf in variables.items()}
     averages = ((*path, name) for path, _ in _batch_norms(model) for name in ("mean", "var"))
@@ -194,18 +196,9 @@ def _predicate(wrt: Any) -> Callable[[tuple[Any, ...], Any], bool]:
         return nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:
         raise UserError(
-            "`wrt` is None, a path pattern or a sequence of them ('head/*'), or a filter of nnx (nnx.LoRAParam); "
-            f"given {wrt!r}. Give None to train everything."
+            "`wrt` is None, a path pattern or a sequence of them ('head/*'), or a filter of nnx (nnx.LoRAParam); given "
+            f"{wrt!r}. Give None to train everything."
         ) from error
-
-
-def selected_average(adapter: Adapter, wrt: Any) -> str | None:
-    """Return the path of an `nnx.BatchStat` that a filter of nnx selects; None if there is none."""
-    selects = _predicate(() if wrt is None or is_pattern(wrt) else wrt)
-    averages = (
-        path for path, leaf in adapter.variables.items() if isinstance(leaf, nnx.BatchStat) and selects(path, leaf)
-    )
-    return next(("/".join(map(str, path)) for path in averages), None)
 
 
 def is_pattern(wrt: Any) -> bool:
@@ -214,7 +207,7 @@ def is_pattern(wrt: Any) -> bool:
 
 
 def _others(variables: Flat, wrt: Any) -> frozenset[tuple[Any, ...]]:
-    """Return the paths of floating-point arrays that are no `nnx.Param`, nor averages, and that a filter selects."""
+    """Return the paths of floating-point variables, neither `nnx.Param` nor averages, that a filter selects."""
     if wrt is None or is_pattern(wrt):
         return frozenset()
     selects = _predicate(wrt)
@@ -253,7 +246,7 @@ def _batch_norms(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.BatchNor
 
 
 def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
-    """Return a new key or a zero counter for one RNG variable; in evaluation mode nothing draws from the key."""
+    """Return a new key or a zero counter for an RNG variable; in evaluation mode nothing draws from the key."""
     aval = variable.get_value()
     if not jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.numpy.zeros(aval.shape, aval.dtype)
@@ -287,14 +280,3 @@ def nested(flat: Flat) -> dict[str, Any]:
             node = node.setdefault(key, {})
         node[last] = value
     return tree
-
-
-def _check_state(state: Flat) -> None:
-    """Check that the variables of the model state hold arrays."""
-    for path, value in state.items():
-        for leaf in jax.tree.leaves(value):
-            if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
-                raise UserError(
-                    f"A variable of the model holds arrays; {'/'.join(map(str, path))} holds {leaf!r}. Make it a plain "
-                    "attribute of the module."
-                )

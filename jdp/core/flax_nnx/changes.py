@@ -31,7 +31,7 @@ from jdp.core.flax_nnx.structure import is_filled
 
 Path = tuple[Any, ...]
 Record = list[tuple[Path, Any]]
-"""Changed variables: the path, and the treedef that makes a variable (or array) of the arrays that left the trace."""
+"""Changed variables: the path, and the treedef that makes a variable (or array) from the arrays that left the trace."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Flattened:
 
     @property
     def arrays(self) -> list[tuple[str, Any, bool]]:
-        """(path as text, array, whether its variable is no parameter) of everything in `nodes`, in order."""
+        """(path as text, array, whether its variable is not a parameter) of everything in `nodes`, in order."""
         first = {slot: path for path, slot in reversed(list(zip(self.paths, self.slots, strict=True)))}
         return [
             (jax.tree_util.keystr((*first[slot], *path)), array, _is_variable(node) and not isinstance(node, nnx.Param))
@@ -67,7 +67,7 @@ class Flattened:
         return jax.tree.unflatten(self.treedef, [nodes[slot] for slot in self.slots])
 
     def changes(self, copy: Any, arrays: Iterable[Any]) -> tuple[Record, list[Any]]:
-        """Return what a call changed, by identity, in a `copy` made of `arrays`: the record, and the new arrays."""
+        """Return the changes of a call, by identity, in a `copy` made from `arrays`: the record, and the new arrays."""
         remaining = iter(arrays)
         given = [list(islice(remaining, jax.tree.structure(node).num_leaves)) for node in self.nodes]
         before = {path: given[slot] for path, slot in zip(self.paths, self.slots, strict=True)}
@@ -107,7 +107,7 @@ def flatten(tree: Any) -> Flattened:
 
 
 def closed_over(call: Any, excluding: Iterable[nnx.Variable[Any]]) -> list[nnx.Variable[Any]]:
-    """Return the variables, without parameters, that `call` can reach and change besides those of its arguments."""
+    """Return the variables, except parameters and `excluding`, that `call` can reach and change."""
     excluded = {id(variable) for variable in excluding}
     reached = {id(variable): variable for variable in _reached(call, set(), 1)}
     return [
@@ -136,7 +136,7 @@ def assign(variables: Sequence[nnx.Variable[Any]], new: Sequence[Any]) -> None:
 
 @contextmanager
 def substituted(variables: Sequence[nnx.Variable[Any]], new: Sequence[Any]) -> Generator[None]:
-    """Give the variables the values `new`, and the current trace as their own, while the context lasts."""
+    """Give the variables the values `new` and the current trace while the context lasts."""
     fields = ("_trace_state", "_raw_value")
     kept = [[getattr(variable, name) for name in fields] for variable in variables]
     try:
@@ -155,9 +155,8 @@ def explaining_trace_errors() -> Generator[None]:
         yield
     except TraceContextError as error:
         raise UserError(
-            "scan_layers: the block changes a part of a module that was made outside the loop and is not found in the "
-            f"block's layers or closure ({error}). Let the layers hold it, close over the module itself, or pass it "
-            "along in x."
+            "scan_layers: the block changes a module that is neither in its layers nor in its closure "
+            f"({error}). Put it into the layers, close over the module itself, or pass it in x."
         ) from error
 
 
@@ -219,7 +218,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def _set(variable: nnx.Variable[Any], fields: Sequence[str], new: Sequence[Any]) -> None:
-    """Set attributes without the check of the trace level that NNX's own setters make."""
+    """Set attributes without the trace-level check of NNX's own setters."""
     for name, value in zip(fields, new, strict=True):
         object.__setattr__(variable, name, value)
 

@@ -1,7 +1,7 @@
-"""Batch statistics over several devices, each of which sees its own rows.
+"""Batch statistics over several devices that each see their own rows.
 
-`nnx.BatchNorm` with an axis name averages the devices' means. With a mask, that equals the mean over all rows only if
-every device masks equally many, so here sums and counts are reduced instead.
+`nnx.BatchNorm` with an axis name averages the devices' means. With a mask, this is the mean over all rows only if every
+device masks the same number. So sums and counts are reduced instead.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jdp.base.notices import notice
 
 
 def synchronise(norm: nnx.BatchNorm, axes: tuple[str, ...]) -> None:
-    """Make a norm take its statistics over the mesh axes `axes` besides the local rows; `()`: local rows only."""
+    """Make a norm compute its statistics over the mesh axes `axes` besides the local rows; `()`: local rows only."""
     if norm.axis_name is not None:
-        notice("BatchNorm's own axis_name is not read: jdp gives it the axes of the batch")
+        notice("jdp replaces BatchNorm's axis_name by the axes of the batch")
     norm.axis_name = cast(Any, axes or None)
     if axes:  # by object's setter: nnx's own would add an attribute
         object.__setattr__(norm, "__class__", _masked(type(norm)))
@@ -54,7 +54,7 @@ class _Masked(nnx.BatchNorm):
 
         def means(*terms: jax.Array) -> list[jax.Array]:
             sums = jnp.stack([jnp.sum(term, axis=dims, where=counted) for term in terms])
-            total = jnp.concatenate([sums.ravel(), count.ravel()])  # one collective, as small as it gets
+            total = jnp.concatenate([sums.ravel(), count.ravel()])  # one small collective
             total = jax.lax.psum(total, self.axis_name, axis_index_groups=self.axis_index_groups)
             return list(total[: sums.size].reshape(sums.shape) / total[sums.size :].reshape(count.shape))
 

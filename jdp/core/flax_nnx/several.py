@@ -1,7 +1,7 @@
 """One or several models as the arguments of one loss, for a custom loop.
 
-`Models` takes the place of an `Adapter` there. Modules keep their mode (`train()`, `eval()`). Changes that a call makes
-are written back into the modules of the loop, as NNX' own transformations do.
+`Models` replaces an `Adapter` there. Modules keep their mode (`train()`, `eval()`). Changes of a call are written back
+into the modules of the loop, as by NNX' own transformations.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Models:
 
     @property
     def named(self) -> frozenset[str]:
-        """Paths of all models' parameters that are parameters because `wrt` selects them."""
+        """Paths of all models' parameters that only `wrt` makes parameters."""
         return self._paths("named")
 
     @property
     def has_statistics(self) -> bool:
         """Whether calls may change variables that are neither parameters nor random streams."""
-        return any(adapter.has_statistics for adapter in self._modules)
+        return any(adapter.has_statistics for adapter in filter(None, self.adapters))
 
     @property
     def synchronised(self) -> frozenset[str]:
@@ -84,11 +84,7 @@ class Models:
     @property
     def batch_statistics(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the running averages of all models' batch norms."""
-        return tuple(shape for adapter in self._modules for shape in adapter.batch_statistics)
-
-    @property
-    def _modules(self) -> list[Adapter]:
-        return [adapter for adapter in self.adapters if adapter is not None]
+        return tuple(shape for adapter in filter(None, self.adapters) for shape in adapter.batch_statistics)
 
 
 def gradient_state(adapter: Adapter, grads: Any) -> nnx.State[Any, Any]:
@@ -115,13 +111,13 @@ def write_back(module: nnx.Module, adapter: Adapter, before: Any, after: Any) ->
     except TraceContextError as error:
         names = listed("/".join(map(str, path)) for path in changed)
         raise UserError(
-            "A module that a call changes is an argument of the jitted function around it; given one that the function "
+            "A module that a call changes must be an argument of the jitted function; given a module that the function "
             f"closes over, and {names} would change. Pass it: @nnx.jit, def step(model, batch)."
         ) from error
 
 
 def opened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return (a pytree of all arrays of a tree, a function that makes the tree of such arrays)."""
+    """Return (a pytree of all arrays of a tree, a function that makes the tree from such arrays)."""
     if not _has_variables(tree):
         return tree, lambda arrays: arrays
     graphdef, state = nnx.split(tree)
@@ -129,7 +125,7 @@ def opened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def plain(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return (the tree with nested dicts of arrays for the modules and optimizers in it, a function that goes back)."""
+    """Return (the tree with nested dicts of arrays instead of modules and optimizers, the inverse function)."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=_has_variables)
     split = [nnx.split(node) if _has_variables(node) else None for node in nodes]
     flat = [None if parts is None else dict(nnx.to_flat_state(parts[1])) for parts in split]
@@ -151,7 +147,7 @@ def plain(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def parameters(tree: Any) -> Any:
-    """Return the argument of an optimizer's `init`: the `nnx.Param` state of a module; any other tree itself."""
+    """Return the argument of an optimizer's `init`: the `nnx.Param` state of a module, or any other tree itself."""
     return nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
 
 
@@ -161,7 +157,7 @@ def metadata(tree: Any) -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def map_parameters(opened: Any, parameters: Callable[[Any], Any], others: Callable[[Any], Any]) -> Any:
-    """Return a tree like `opened` with the results of two functions for its leaves."""
+    """Return a tree like `opened`: `parameters` maps the tree of its parameters, `others` each other leaf."""
     if not isinstance(opened, nnx.State):
         return parameters(opened)
     flat = dict(nnx.to_flat_state(opened))
@@ -185,7 +181,7 @@ def is_optimizer(tree: Any) -> bool:
 
 
 def module_inside(tree: Any) -> str | None:
-    """Return the path of an NNX module or optimizer inside a pytree that is neither itself; None if there is none."""
+    """Return the path of an NNX module or optimizer inside another pytree; None if there is none."""
     if _has_variables(tree):
         return None
     nodes = jax.tree.leaves_with_path(tree, is_leaf=_has_variables)
@@ -194,7 +190,7 @@ def module_inside(tree: Any) -> str | None:
 
 
 def shared(models: Sequence[Any]) -> str | None:
-    """Return the path of a variable in a module that an earlier module of the sequence holds too; None if none is."""
+    """Return the path of a variable that two modules of the sequence share; None if there is none."""
     owners: dict[int, int] = {}
     for number, model in enumerate(models):
         for path, node in nnx.iter_graph(model) if isinstance(model, nnx.Module) else ():

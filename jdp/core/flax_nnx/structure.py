@@ -18,24 +18,6 @@ from flax.nnx.graphlib import Static
 
 
 @dataclass(frozen=True)
-class Structure:
-    """A graphdef that can be compared: equal, and of equal hash, for modules of equal structure."""
-
-    nodes: tuple[Any, ...]
-    attributes: tuple[tuple[Any, Hashable], ...]  # (name, value to compare) of every attribute of every node
-
-    @property
-    def may_differ(self) -> bool:
-        """Whether an attribute is compared by identity and may be another object each time the module is made."""
-        return any(_is_nameless(value) for _, value in self.attributes)
-
-    def difference(self, other: Structure) -> str | None:
-        """Return the name of the first attribute that differs; None if none does."""
-        pairs = zip(self.attributes, other.attributes, strict=False)
-        return next((str(own[0]) for own, theirs in pairs if own != theirs), None)
-
-
-@dataclass(frozen=True)
 class _Identity:
     """Compares an object that cannot be hashed by its identity."""
 
@@ -48,10 +30,10 @@ class _Identity:
         return id(self.value)
 
 
-def structure_of(graphdef: nnx.GraphDef[Any]) -> Structure:
-    """Return the structure of a module from its graphdef."""
+def structure_of(graphdef: nnx.GraphDef[Any]) -> Hashable:
+    """Return a value that is equal, and of equal hash, for the graphdefs of modules of equal structure."""
     pairs = ((name, attr.value if isinstance(attr, Static) else attr) for name, attr in graphdef.attributes)
-    return Structure(tuple(graphdef.nodes), tuple((name, _comparable(value)) for name, value in pairs))
+    return tuple(graphdef.nodes), tuple((name, _comparable(value)) for name, value in pairs)
 
 
 def _comparable(value: Any) -> Hashable:
@@ -77,24 +59,10 @@ def _comparable(value: Any) -> Hashable:
             return (dict, *((key, _comparable(entries[key])) for key in sorted(entries, key=repr)))
         case _ if _is_hashable(value):
             return value
-        case _ if is_dataclass(value) and not isinstance(value, type) and _compares_fields(value):
+        case _ if is_dataclass(value) and not isinstance(value, type) and "__eq__" in vars(type(value)):
             return (type(value), *(_comparable(getattr(value, each.name)) for each in fields(value) if each.compare))
         case _:
             return _Identity(value)
-
-
-def _compares_fields(value: Any) -> bool:
-    """Return True for a dataclass whose `==` compares its fields, such as a configuration that is not frozen."""
-    return type(value).__dataclass_params__.eq and "__eq__" in vars(type(value))
-
-
-def _is_nameless(value: Any) -> bool:
-    """Return True if `value` is compared by identity and has no name that leads to the same object the next time."""
-    if isinstance(value, tuple):
-        return any(map(_is_nameless, cast("tuple[Any, ...]", value)))
-    if value is None or isinstance(value, types.ModuleType) or type(value).__eq__ is not object.__eq__:
-        return isinstance(value, _Identity)
-    return "<locals>" in getattr(value, "__qualname__", "<locals>")
 
 
 def is_filled(cell: types.CellType) -> bool:

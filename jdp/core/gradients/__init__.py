@@ -12,7 +12,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
     ├─ partitioned_loss.py  view           how is the loss called? Settled once for each shape of batch
     │  └─ loss_view.py  settle_view        the loss is traced on the rows of a call, not run:
     │      ├─ views.py  chosen_view        what it returns decides: jdp.Loss manual, a scalar auto
-    │      ├─ random/row_keys.py           which of its draws count rows: their shapes at two numbers of rows
+    │      ├─ row_keys.py  read_draws      which of its draws count rows: their shapes at two numbers of rows
     │      ├─ loss_call.py  with_outputs   which arrays of its aux are rows
     │      └─ loss_check.py  Trial         is it a sum over rows? Tried on a few rows, before the first step
     │
@@ -57,9 +57,9 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
                                            the old state where a value is not finite (update/guarded.py)
     new state, metrics                     params S at rest, p; metrics: global
 
-Under manual, on several devices, a layer loop gathers one layer ahead and reduces one behind, in every strategy. zero2
-and zero3 reduce in each microbatch, ddp and zero1 in the last: there the boundary first adds the others' gradients.
-A loss that uses a layer's weights in several places is reduced at the top (`accumulate._sends_in_loops`).
+Under manual, on several devices, a layer loop gathers one layer ahead and reduces one layer behind, in every strategy.
+zero2 and zero3 reduce in each microbatch, ddp and zero1 in the last: there the boundary first adds the gradients of the
+others. If a loss uses a layer's weights in several places, they are reduced at the top (`accumulate._sends_in_loops`).
 
 An evaluation step (`accumulate.evaluate`) is 1, the forward pass of 2, and the sums of 4.
 """

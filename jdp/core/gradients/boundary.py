@@ -1,7 +1,7 @@
 """The gather boundary: forward, a shard is cast and gathered; backward, its gradient is summed to the shard's spec.
 
-It is at each use of a parameter: at the top of the loss, or in a layer loop (`jdp.core.layer_loop`). With several
-microbatches the values may be gathered already, and the gradients summed later.
+Each use of a parameter passes it: at the top of the loss, or in a layer loop (`jdp.core.layer_loop`). With several
+microbatches the values may be gathered before, and the gradients summed later.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +18,22 @@ from jdp.core.precision import Precision
 from jdp.core.reading.collectives import parameter_scope, reduction_scope
 from jdp.core.sharding.placement import Placement
 
-Collective = Callable[[jax.Array, Placement, int], jax.Array]
-"""(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off."""
-
-
-class Reduction(Protocol):
-    """A `Collective` that sums gradients, and may draw how they are rounded from a seed (uint32 scalar)."""
-
-    def __call__(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return the sum of a gradient."""
-        ...
+Collective = Callable[..., jax.Array]
+"""(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off. A
+collective that sums gradients also takes a seed (uint32 scalar), from which it may draw their rounding."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as the boundary takes it: the stack of all layers, or one layer's slice.
+    """A parameter at the boundary: the stack of all layers, or one layer's slice.
 
     Attributes:
         value: its shard at rest, or gathered and in compute dtype.
-        slot: zeros of the form of its gradient, by which the loss is differentiated; None for frozen parameters.
-        earlier: the gradient of the microbatches before, which is added before the sum over devices; or None.
-        seed: uint32 [first dimension], from which the gradient's rounding is drawn; None where it is not rounded.
+        slot: zeros in the form of its gradient: the loss is differentiated with respect to them. None for frozen
+            parameters.
+        earlier: the gradient of earlier microbatches, which is added before the sum over devices; or None.
+        seed: uint32 [first dimension], from which the gradient's rounding is drawn; None if it is not rounded.
     """
 
     value: Any
@@ -53,20 +47,20 @@ class Boundary:
     """How the weights of one call of the loss are gathered, and their gradients summed over devices.
 
     Attributes:
-        gather: gathers a shard; None where values are gathered already.
-        reduce: sums a gradient over `data`; None where it is summed later.
-        finish: sums it over the other batch axes; None where a step does that later.
+        gather: gathers a shard; None if values are gathered before.
+        reduce: sums a gradient over `data`; None if it is summed later.
+        finish: sums it over the other batch axes; None if a step does so later.
         precision: the dtypes.
         with_replicated: True if replicated parameters go through `reduce` too (ddp); else they are summed later.
-        sends_twice: `finish` sends sharded gradients too, as there is a `replica` axis.
-        again: the backward pass gathers again (zero3); else it takes what the forward pass gathered.
-        in_loops: `scan_layers` gathers one layer ahead and reduces one behind; else, without `again`, it takes weights
-            that were gathered at the top of the loss.
+        sends_twice: True if `finish` sends sharded gradients too, over a `replica` axis.
+        again: True if the backward pass gathers again (zero3); else it uses the forward pass' weights.
+        in_loops: True if `scan_layers` gathers one layer ahead and reduces one behind; else, without `again`, it uses
+            weights that were gathered at the top of the loss.
     """
 
     gather: Collective | None = field(compare=False)
-    reduce: Reduction | None = field(compare=False)
-    finish: Reduction | None = field(compare=False)
+    reduce: Collective | None = field(compare=False)
+    finish: Collective | None = field(compare=False)
     precision: Precision
     with_replicated: bool = False
     sends_twice: bool = False
@@ -94,18 +88,19 @@ class Boundary:
         seed = weight.seed if weight.seed is None or leading else weight.seed[0]
         with reduction_scope(placement.path, of_layer=leading > 0):
             gradient = self.reduce(gradient, placement, leading, seed)
-            is_complete = self.finish is None or placement.dim is not None
-            return gradient if is_complete else self.finish(gradient, placement, leading)
+            if self.finish is None or placement.dim is not None:
+                return gradient
+            return self.finish(gradient, placement, leading)
 
     def finished(self, gradient: jax.Array, placement: Placement, leading: int = 0) -> jax.Array:
-        """Return what `reduced` returned, summed over the replicas too."""
+        """Sum the result of `reduced` over the replicas."""
         if self.finish is None or placement.dim is None:
             return gradient
         with reduction_scope(placement.path, of_layer=leading > 0):
             return self.finish(gradient, placement, leading)
 
     def __call__(self, weight: Weight, placement: Placement, leading: int = 0) -> jax.Array:
-        """Return the parameter as `gathered` does; its gradient, `finished`, is that of its slot.
+        """Return the `gathered` parameter; its gradient, `finished`, is the gradient of its slot.
 
         Without a boundary XLA would move activations under ZeRO-3: 60 times the traffic.
         """

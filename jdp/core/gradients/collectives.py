@@ -1,14 +1,14 @@
-"""Collectives along the batch axes on arrays that the model's own axes shard as well.
+"""The collectives of `manual`, along the batch axes, on arrays that the model's own axes may shard as well.
 
-In the replica view (`manual`) XLA partitions along the model's axes. A collective there on the complete array would
-have XLA gather it along those axes first and then send all of it: `model` times the bytes. No sharding constraint
-prevents that. So the collectives here run in a `shard_map` over the model's axes, inside the one over the batch axes:
-each device sends its shard only.
+In the replica view (`manual`) XLA partitions along the model's axes. For a collective on the complete array XLA would
+first gather it along those axes and then send all of it: `model` times the bytes. No sharding constraint prevents that.
+So the collectives run in a `shard_map` over the model's axes, inside the `shard_map` over the batch axes, and each
+device sends only its shard.
 
-If a model axis shards the dimension that `data` shards too, the model axis is the major one. Gathering along `data`
-then gives a device its own shard along the model axis. `shard_map` over `data` alone cannot express that order. Such a
-leaf enters and leaves the replica view with that dimension reshaped, [..., size, ...] -> [..., M, size / M, ...] at
-rest. M is the number of shards along the model's axes.
+If a model axis and `data` shard the same dimension, the model axis is the major one. Gathering along `data` then gives
+a device its own shard along the model axis. `shard_map` over `data` alone cannot express that order. Such a leaf enters
+and leaves the replica view with that dimension reshaped, [..., size, ...] -> [..., M, size / M, ...] at rest. M is the
+number of shards along the model's axes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jdp.base.words import Encoding
+from jdp.core.batch import interleave
+from jdp.core.gradients.model_state import mean_over
+from jdp.core.gradients.spec import Collectives
 from jdp.core.gradients.wire import complete_sum, encodes, key_of_shard, scattered_sum
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.placement import Placement, axes_of, keep_axes, shards
 from jdp.core.sharding.traced_mesh import traced_device
-from jdp.core.types import PyTree
+from jdp.core.types import Batch, PyTree
 
 
 def to_replica_view(params: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
@@ -47,11 +49,7 @@ def to_replica_view(params: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
 
 def from_replica_view(grads: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
     """Reshape global leaves that left `shard_map` to their parameters' shapes, the inverse of `to_replica_view`."""
-
-    def reshape(x: jax.Array, placement: Placement) -> jax.Array:
-        return x if model_shards(placement, mesh) == 1 else x.reshape(placement.shape)
-
-    return jax.tree.map(reshape, grads, placements)
+    return jax.tree.map(lambda x, p: x if model_shards(p, mesh) == 1 else x.reshape(p.shape), grads, placements)
 
 
 def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
@@ -63,55 +61,92 @@ def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*placement.rest[:dim], own, DATA, *placement.rest[dim + 1 :])
 
 
-def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh) -> jax.Array:
-    """Gather a shard along `data`: rest spec, its first `leading` dimensions sliced off -> compute spec."""
-    if placement.dim is None:
+class ManualCollectives(Collectives):
+    """The collectives of `manual`: those of `jax.lax`, on a device's own arrays."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.spec.plan.batch_axes
+
+    @property
+    def by_layer(self) -> bool:
+        return self.spec.plan.batch_shards > 1
+
+    def gather(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        if placement.dim is None:
+            return x
+        mesh, dim = self.spec.plan.mesh, placement.dim - leading
+        reshaped = model_shards(placement, mesh) > 1
+
+        def gather(shard: jax.Array) -> jax.Array:
+            return _gathered(shard.squeeze(dim) if reshaped else shard, dim)
+
+        before, after = replica_view_spec(placement, mesh)[leading:], placement.compute[leading:]
+        return on_model_shards(gather, x, PartitionSpec(*before), PartitionSpec(*after), mesh)
+
+    def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        """With `wire` the gradient is sent as codes, and each device draws their rounding from `seed`."""
+        if placement.dim is None:
+            return x
+        mesh, dim, wire = self.spec.plan.mesh, placement.dim - leading, self.spec.settings.wire
+        reshaped = model_shards(placement, mesh) > 1
+
+        def scatter(operands: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+            gradient, seed = operands
+            if wire is not None and encodes(wire, gradient.size, mesh.shape[DATA]):
+                shard = scattered_sum(wire, gradient, dim, mesh.shape[DATA], key_of_shard(seed, mesh))
+                gradient = shard.astype(gradient.dtype)
+            else:
+                gradient = _scattered(gradient, dim, mesh.shape[DATA])
+            return gradient[(slice(None),) * dim + (None,)] if reshaped else gradient, seed
+
+        specs = placement.compute, replica_view_spec(placement, mesh)
+        before, after = ((PartitionSpec(*spec[leading:]), PartitionSpec()) for spec in specs)
+        return on_model_shards(scatter, (x, seed), before, after, mesh)[0]
+
+    def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        axes = tuple(axis for axis in self.axes if placement.dim is None or axis != DATA)
+        mesh, wire = self.spec.plan.mesh, self.spec.settings.wire
+        devices = math.prod(mesh.shape[axis] for axis in axes)
+
+        def total(operands: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+            shard, seed = operands
+            if wire is None or not encodes(wire, shard.size, devices):
+                return jax.lax.psum(shard, axes), seed
+            return complete_sum(wire, shard, axes, devices, key_of_shard(seed, mesh)).astype(shard.dtype), seed
+
+        specs = PartitionSpec(*replica_view_spec(placement, mesh)[leading:]), PartitionSpec()
+        return on_model_shards(total, (x, seed), specs, specs, mesh)[0] if axes else x
+
+    def constrain(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
         return x
-    dim, reshaped = placement.dim - leading, model_shards(placement, mesh) > 1
 
-    def gather(shard: jax.Array) -> jax.Array:
-        return _gathered(shard.squeeze(dim) if reshaped else shard, dim)
+    def sum(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, self.axes)
 
-    before, after = replica_view_spec(placement, mesh)[leading:], placement.compute[leading:]
-    return on_model_shards(gather, x, PartitionSpec(*before), PartitionSpec(*after), mesh)
+    def average(self, before: PyTree, after: PyTree) -> PyTree:
+        def mean(old: jax.Array, new: jax.Array) -> jax.Array:
+            is_same = old is new or not jnp.issubdtype(new.dtype, jnp.floating)
+            return new if is_same else mean_over(new, self.axes, self.spec.plan.batch_shards)
 
+        return jax.tree.map(mean, before, after)
 
-def psum_scatter(
-    x: jax.Array,
-    placement: Placement,
-    leading: int,
-    mesh: Mesh,
-    *,
-    wire: Encoding | None = None,
-    seed: jax.Array | None = None,
-) -> jax.Array:
-    """Sum a gradient over `data` and scatter it: compute spec, first `leading` dimensions sliced off -> rest spec.
+    def microbatches(self, batch: Batch, count: int) -> Batch:
+        return jax.tree.map(lambda x: interleave(x, count), batch)
 
-    If it is sent as codes (`wire`), each device draws their rounding from `seed`.
-    """
-    if placement.dim is None:
-        return x
-    dim, reshaped = placement.dim - leading, model_shards(placement, mesh) > 1
-
-    def scatter(operands: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
-        gradient, seed = operands
-        if wire is not None and encodes(wire, gradient.size, mesh.shape[DATA]):
-            shard = scattered_sum(wire, gradient, dim, mesh.shape[DATA], key_of_shard(seed, mesh))
-            gradient = shard.astype(gradient.dtype)
-        else:
-            gradient = _scattered(gradient, dim, mesh.shape[DATA])
-        return gradient[(slice(None),) * dim + (None,)] if reshaped else gradient, seed
-
-    specs = placement.compute, replica_view_spec(placement, mesh)
-    before, after = ((PartitionSpec(*spec[leading:]), PartitionSpec()) for spec in specs)
-    return on_model_shards(scatter, (x, seed), before, after, mesh)[0]
+    def key_of(self, key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
+        if (draws := self.spec.draws) is None:
+            return key
+        own_rows, device = rows * count, jax.lax.axis_index(self.axes).astype(jnp.uint32)
+        first = device * jnp.uint32(own_rows) + jnp.uint32(index)
+        return draws.key(key, offset=first, stride=count, total=own_rows * self.spec.plan.batch_shards)
 
 
 def _gathered(shard: jax.Array, dim: int) -> jax.Array:
     """Return the shards along `data`, concatenated along `dim`.
 
-    XLA:CPU makes the dimension that is gathered or scattered the major one in memory, so that every use of the result
-    transposes element by element. There a new first dimension is gathered, and rows are copied to their places.
+    XLA:CPU makes the gathered or scattered dimension the major one in memory, so every use of the result transposes
+    element by element. There a new first dimension is gathered, and rows are copied to their places.
     """
     if dim == 0 or traced_device().platform != "cpu":
         return jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
@@ -120,36 +155,11 @@ def _gathered(shard: jax.Array, dim: int) -> jax.Array:
 
 
 def _scattered(x: jax.Array, dim: int, count: int) -> jax.Array:
-    """Return this device's one of `count` shards along `dim` of the sum over `data`; on CPUs as `_gathered` gathers."""
+    """Return this device's shard, of `count` along `dim`, of the sum over `data`; on CPUs in the way of `_gathered`."""
     if dim == 0 or traced_device().platform != "cpu":
         return jax.lax.psum_scatter(x, DATA, scatter_dimension=dim, tiled=True)
     shards = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
     return jax.lax.psum_scatter(jnp.moveaxis(shards, dim, 0), DATA, scatter_dimension=0, tiled=False)
-
-
-def psum(
-    x: jax.Array,
-    axes: tuple[str, ...],
-    placement: Placement,
-    leading: int,
-    mesh: Mesh,
-    *,
-    wire: Encoding | None = None,
-    seed: jax.Array | None = None,
-) -> jax.Array:
-    """Sum a gradient at its rest spec, `leading` dimensions sliced off, over batch axes; its sharding stays."""
-    if not axes:
-        return x
-    devices = math.prod(mesh.shape[axis] for axis in axes)
-
-    def total(operands: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
-        shard, seed = operands
-        if wire is None or not encodes(wire, shard.size, devices):
-            return jax.lax.psum(shard, axes), seed
-        return complete_sum(wire, shard, axes, devices, key_of_shard(seed, mesh)).astype(shard.dtype), seed
-
-    specs = PartitionSpec(*replica_view_spec(placement, mesh)[leading:]), PartitionSpec()
-    return on_model_shards(total, (x, seed), specs, specs, mesh)[0]
 
 
 def model_shards(placement: Placement, mesh: Mesh) -> int:

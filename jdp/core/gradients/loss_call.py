@@ -1,14 +1,14 @@
 """One call of the user's loss function, as the gradient code sees it.
 
-Operands go in (gathered weights, or shards that are gathered on the way), a `Loss` comes out, whatever the user
-returned.
+Its operands are gathered weights, or shards that are gathered in the call. Its result is a `Loss`, whatever the user's
+function returned.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.gradients.model_state import names_of
 from jdp.core.layers import GatherTable, gathering
 from jdp.core.precision import Precision
-from jdp.core.reading.collectives import top_scope
+from jdp.core.reading.collectives import AT_TOP
 from jdp.core.reading.jaxprs import passed_on
 from jdp.core.state import AnyState
 from jdp.core.types import Batch, Loss, LossFn, PartsError, PyTree
@@ -32,7 +32,7 @@ from jdp.core.types import Batch, Loss, LossFn, PartsError, PyTree
 RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
 
 
-def check_loss_takes(loss_fn: Any, arguments: int, *, or_more: bool = False) -> None:
+def check_loss_takes(loss_fn: Any, arguments: int) -> None:
     """Check that a loss can be called with models, a batch and a key, by position."""
     takes = ", ".join([*(f"model_{i}" if arguments > 3 else "model" for i in range(arguments - 2)), "batch", "rng"])
     rule, fix = f"A loss is a function of ({takes})", f"Write def loss_fn({takes})"
@@ -40,27 +40,21 @@ def check_loss_takes(loss_fn: Any, arguments: int, *, or_more: bool = False) -> 
         raise UserError(f"{rule}; given {loss_fn!r}. {fix}.")
     try:
         signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # of what is not written in Python
+    except (TypeError, ValueError):  # of a function that is not written in Python
         return
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
-    most = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
-    count = max(arguments, most) if or_more else arguments
     try:
-        signature.bind(*range(count))
+        signature.bind(*range(arguments))
     except TypeError as error:
         name = getattr(inspect.unwrap(loss_fn), "__name__", type(loss_fn).__name__)
-        raise UserError(
-            f"{rule}, called with {count} arguments by position; given {name}{signature}. {fix}, or call a gradient "
-            "with the models that its loss takes."
-        ) from error
+        raise UserError(f"{rule}, called by position; given {name}{signature}. {fix}.") from error
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What is summed over examples: float32 scalars; metrics are pairs (total, weight) of float32 arrays.
+    """Sums over examples: float32 scalars; metrics are pairs (total, weight) of float32 arrays.
 
-    Beside it, of a `LossWithAux`: `aux`, its arrays.
+    `aux` holds the arrays of a `LossWithAux`, which are not summed.
     """
 
     total: jax.Array
@@ -76,7 +70,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class LossWithAux:
-    """A loss that returns (loss, aux). Called, it returns the loss alone, for what reads or tries that.
+    """A loss that returns (loss, aux). A call of this object returns the loss alone, as the trial needs it.
 
     Attributes:
         fn: the user's loss function, of (models, batch, rng).
@@ -92,7 +86,7 @@ class LossWithAux:
         return self.both(model, batch, rng)[0]
 
     def both(self, model: Any, batch: Batch, rng: Any) -> tuple[Any, PyTree]:
-        """Return the loss and aux. Raises ValueError where the loss returns something else."""
+        """Return the loss and aux."""
         value = self.fn(model, batch, rng)
         if not isinstance(value, tuple) or len(value) != 2:
             raise UserError(
@@ -101,35 +95,30 @@ class LossWithAux:
             )
         for path, leaf in jax.tree.leaves_with_path(value[1]):
             if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
-                raise UserError(
-                    f"aux is a pytree of arrays; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Leave out what is "
-                    "no array."
-                )
+                name = jax.tree_util.keystr(path) or "it"
+                raise UserError(f"aux is a pytree of arrays; {name} is {leaf!r}. Leave out everything else.")
         return value
 
 
 @dataclass(frozen=True)
 class LossForm:
-    """What a loss returns, read from one trace on shapes alone.
+    """The form of a loss' result, read from one trace on shapes alone.
 
     Attributes:
         is_scalar: True for a scalar, False for a `Loss`.
         gathers_rows: True if the loss calls `jdp.gather_rows`.
         metrics: the shapes of its metrics' totals, by name.
         aux: the shapes of its aux; () without `has_aux`.
-        statistics: path -> dtype of the model state that a training call changes, without batch norms' averages.
+        statistic: path of model state, other than a batch norm's average, that a training call changes; or None.
+        is_averaged: True if that state is floating point, so that its values on several devices can be averaged.
     """
 
     is_scalar: bool
     gathers_rows: bool
     metrics: dict[str, tuple[int, ...]]
     aux: PyTree
-    statistics: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def statistic(self) -> str | None:
-        """The path of one of `statistics`, of floating point if there is such; None if there is none."""
-        return min(self.statistics, key=lambda name: self.statistics[name].kind in "iub", default=None)
+    statistic: str | None = None
+    is_averaged: bool = False
 
 
 def with_outputs(loss: LossWithAux, form: LossForm, larger: LossForm | None, rows: int) -> LossWithAux:
@@ -140,7 +129,7 @@ def with_outputs(loss: LossWithAux, form: LossForm, larger: LossForm | None, row
         larger: its form on twice as many, if the loss is called on parts of the batch; None if it is called once.
 
     Raises:
-        PartsError: the loss is called on parts of the batch, and an array of aux does not have its rows.
+        PartsError: the loss is called on parts of the batch, and an array of aux does not have their rows.
     """
     arrays = jax.tree.leaves_with_path(form.aux)
     leads = tuple(few.shape[:1] == (rows,) for _, few in arrays)
@@ -151,8 +140,8 @@ def with_outputs(loss: LossWithAux, form: LossForm, larger: LossForm | None, row
             name = f"aux[{path_of(path)!r}]" if path else "aux"
             raise PartsError(
                 f"each array of aux has the rows as its first dimension; given {name}, {list(few.shape)} for {rows} "
-                f"rows and {list(many.shape)} for {2 * rows}: sum over rows in the metrics of jdp.Loss, keep "
-                "statistics in the model"
+                f"rows and {list(many.shape)} for {2 * rows}: return sums as metrics of jdp.Loss, keep statistics in "
+                "the model"
             )
     return replace(loss, by_row=(True,) * len(arrays), structure=jax.tree.structure(form.aux))
 
@@ -166,8 +155,8 @@ class TracedLoss:
         adapter: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
         boundary: how weights are gathered and their gradients summed; None where the operands are gathered already.
-        sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
-        running_norms: True lets batch norms take their running averages in training mode too.
+        sync_axes: the mesh axes over which batch norms compute their statistics, beside the rows of the call.
+        running_norms: True if batch norms use their running averages in training mode too.
     """
 
     fn: LossFn
@@ -185,12 +174,12 @@ class TracedLoss:
         return replace(as_sums(value, batch), aux=arrays), model_state
 
     def value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree, Any]:
-        """Return what the loss function returns, its aux, and the model state and the model afterwards."""
+        """Return the loss function's result, its aux, and the model state and the model afterwards."""
         weights, context = operands, contextlib.nullcontext()
         if (boundary := self.boundary) is not None:
             placements, tree = jax.tree.flatten(self.placements)
             sources = [x if isinstance(x, Weight) else Weight(x) for x in tree.flatten_up_to(operands)]
-            with top_scope():
+            with jax.named_scope(AT_TOP):
                 weights = tree.unflatten(map(boundary, sources, placements))
             leaves: Any = zip(jax.tree.leaves(weights), sources, placements, strict=True)
             context = gathering(GatherTable(boundary, {id(leaf): (leaf, *source) for leaf, *source in leaves}))
@@ -217,11 +206,11 @@ def trace_loss(
 ) -> tuple[Jaxpr, LossForm]:
     """Trace one call of a loss on `rows` rows shaped like the batch's; nothing is computed.
 
-    A training call that writes a parameter is refused, because the step would drop what it writes.
+    A training call that writes a parameter is refused, because the step would drop the new value.
 
     Args:
         key: the key's shape, or None for an evaluation, in which an NNX module is in evaluation mode.
-        within: what the call is made in, such as a `shard_map`.
+        within: wraps the call, for example in a `shard_map`.
     """
     batch_size, forms, adapter = batch_rows(batch), list[LossForm](), state.static.adapter
 
@@ -253,20 +242,20 @@ def trace_loss(
     if written := [name for name, pair in set_params.items() if pair[0] != pair[1]]:
         raise UserError(_written(written[0], adapter))
     changed = [name for name, pair in set_state.items() if pair[0] != pair[1] and name not in adapter.synchronised]
-    dtypes = {name: shapes[-1][name][1][0].dtype for name in changed}
-    return jaxpr.jaxpr, replace(forms[-1], statistics=dtypes)
+    averaged = [name for name in changed if jnp.issubdtype(shapes[-1][name][1][0].dtype, jnp.inexact)]
+    return jaxpr.jaxpr, replace(forms[-1], statistic=next(iter(averaged or changed), None), is_averaged=bool(averaged))
 
 
 def _written(path: str, adapter: Any) -> str:
+    rule = "A parameter is changed by the optimizer alone;"
     if path in adapter.named:
         return (
-            f"A parameter is changed by the optimizer alone; `wrt` selects {path}, and a call of the model writes it. "
-            "Name the types that are trained: wrt=(nnx.Param, ...) leaves it to the calls."
+            f"{rule} `wrt` selects {path}, and a call of the model writes it. Name the types that are trained: "
+            "wrt=(nnx.Param, ...)."
         )
     return (
-        f"A parameter is changed by the optimizer alone; given a call of the model that writes {path}, an nnx.Param. "
-        "If the first batch initialises it, make that call in `init`. Else put the value back in the call, which uses "
-        "the written one: kernel = layer.kernel.get_value() before, layer.kernel.set_value(kernel) after."
+        f"{rule} given a call of the model that writes {path}, an nnx.Param. If the first batch initialises it, make "
+        "that call in `init`. Else restore it after the call: layer.kernel.set_value(kernel)."
     )
 
 
@@ -276,19 +265,15 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:
-    """Turn what a loss function returned into sums; a plain scalar is the mean over the batch's rows."""
+    """Return a loss function's result as sums; a plain scalar is the mean over the batch's rows."""
     if not isinstance(value, Loss):
+        rule = "A loss function returns jdp.Loss(total, weight, metrics) or a scalar, the mean over the batch's rows;"
         if not hasattr(value, "dtype") and not isinstance(value, int | float):
-            raise UserError(
-                f"A loss function returns jdp.Loss(total, weight, metrics) or a scalar; given {type(value).__name__}. "
-                "Sums over examples belong into its metrics; for anything else write jdp.value_and_grad(..., "
-                "has_aux=True)."
-            )
+            fix = "Return sums over examples as metrics, and anything else by jdp.value_and_grad(..., has_aux=True)"
+            raise UserError(f"{rule} given {type(value).__name__}. {fix}.")
         if shape := jnp.shape(value):
-            raise UserError(
-                "A loss function returns jdp.Loss(total, weight, metrics) or a scalar, the mean over the batch's rows; "
-                f"given an array of shape {shape}. Return its .mean(), or jdp.Loss(total=loss.sum(), weight=loss.size)."
-            )
+            fix = "Return its .mean(), or jdp.Loss(total=loss.sum(), weight=loss.size)"
+            raise UserError(f"{rule} given an array of shape {shape}. {fix}.")
         value = _scalar("a loss function's plain return value", value)
         rows = jnp.float32(batch_rows(batch))
         return Sums(value * rows, rows, {})
@@ -304,7 +289,7 @@ def _metric(name: str, entry: Any, weight: jax.Array) -> tuple[jax.Array, jax.Ar
     pair: Any = entry if isinstance(entry, tuple) else (entry, weight)
     if len(pair) != 2 or not all(hasattr(part, "dtype") or isinstance(part, int | float) for part in pair):
         raise UserError(
-            f"A metric is an array summed over examples, or a pair of it and its weight; given metric {name!r} of "
+            f"A metric is an array summed over examples, or a pair (array, weight); given metric {name!r} of "
             f"{type(entry).__name__}. Give several metrics several names."
         )
     total, its_weight = (jnp.asarray(part).astype(jnp.float32) for part in pair)

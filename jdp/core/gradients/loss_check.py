@@ -1,25 +1,23 @@
-"""The trial of a loss before the first step: is what it declares a sum over rows one?
+"""The trial of a loss before the first step: are its total and its weight sums over rows, as `jdp.Loss` declares?
 
-A step calls the loss on parts of the batch: on each device's rows under `manual`, on each microbatch if there are
-several. That is right if `total` and `weight` are sums over rows, as `jdp.Loss` declares. Two facts of such sums are
-tried on a few rows, in float32:
+A step relies on this when it calls the loss on parts of the batch: on each device's rows under `manual`, or on each of
+several microbatches. Two properties of such sums are tried on a few rows, in float32:
 
-1. Without rows both are 0. That finds a penalty which is counted once a call, however small. If the loss does not take
-   zero rows, or is not finite there, the same rows twice are compared with twice the rows.
-2. No row changes another row's part. With rows (a, b) and others (a', b') of the same shapes
-   f(a, b) + f(a', b') = f(a', b) + f(a, b'). And a loss that draws nothing is the same for rows in another order.
+1. Without rows both are 0. This finds a penalty that is counted once a call, however small. If the loss does not accept
+   zero rows, or is not finite there, a call with every row twice must give twice the sums.
+2. No row changes another row's part. For rows (a, b) and other rows (a', b') of the same shapes,
+   f(a, b) + f(a', b') = f(a', b) + f(a, b'). If the loss draws nothing, the order of the rows does not matter either.
 
-Values alone are tried: rows that meet behind a `stop_gradient`, and cancel, are not seen. Batch norms of NNX, which are
-known, take their running averages meanwhile. Weights and rows are those of the first call, and then the same moved into
-general position. With a head of zeros, or with weights that are all 1, no row would make a difference. A result that is
-not finite decides nothing.
+Only values are compared: rows that interact behind a `stop_gradient`, and cancel, are not found. Batch norms of NNX,
+which jdp knows, use their running averages meanwhile. The trial uses the weights and rows of the first call, then moves
+them into general position: with a head of zeros, or weights that are all 1, no row would make a difference. A result
+that is not finite decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 import jax
@@ -31,10 +29,9 @@ from jdp.core.batch import batch_rows
 from jdp.core.gradients import loss_findings
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.microbatch import traced_loss, working_copy
-from jdp.core.gradients.model_state import names_of
 from jdp.core.gradients.spec import Collectives, GradientSpec
+from jdp.core.gradients.trial_values import constant_key, moved_rows, moved_weights, rows_at
 from jdp.core.precision import Precision
-from jdp.core.random.trial_values import constant_key, moved_rows, moved_weights, rows_at
 from jdp.core.state import AnyState
 from jdp.core.types import Batch, PyTree
 
@@ -53,8 +50,7 @@ class Trial:
 
     Attributes:
         draws: True if the loss draws random numbers.
-        evaluates: True to try it as an evaluation calls it: without a key, and a module in evaluation mode.
-        statistics: paths of model state that each device computes over its own rows, and that is then averaged.
+        evaluates: True to call it as an evaluation does: without a key, and with modules in evaluation mode.
     """
 
     spec: GradientSpec
@@ -62,13 +58,12 @@ class Trial:
     batch: Batch
     draws: bool = False
     evaluates: bool = False
-    statistics: frozenset[str] = frozenset()
 
     def finding(self, rows: int) -> str | None:
-        """Describe how the loss is no sum over rows, with the two numbers; None if it passes.
+        """Describe the first violation, with its two numbers; None if the loss passes.
 
         Args:
-            rows: the rows of a call of the step, which are tried if the loss does not take `ROWS` of them.
+            rows: the rows of a call of the step, which are tried if the loss does not accept `ROWS` of them.
 
         Raises:
             UntriedError: nothing was decided.
@@ -79,7 +74,7 @@ class Trial:
                 return self._finding(count)
             except UntriedError:
                 raise
-            except Exception as error:  # the user's own code, at a size that it may not expect
+            except Exception as error:  # raised by the user's own code, perhaps at this size only
                 reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise UntriedError(f"it cannot be tried on a few rows ({reason})")
 
@@ -89,8 +84,9 @@ class Trial:
         numbers = np.stack([spread[::2], spread[1::2] if rows >= 2 * count else np.roll(spread[::2], 1)])
         mixtures = self._compiled(_mixtures, numbers, jax.random.key(1))
         try:
-            nothing = self._compiled(_without_rows, numbers, constant_key())
-        except Exception:  # the user's own code
+            without_rows = lambda forward, sets: forward(jax.tree.map(lambda x: x[0, :0], sets))  # noqa: E731
+            nothing = self._compiled(without_rows, numbers, constant_key())
+        except Exception:  # raised by the user's own code
             nothing = None
         for moved in (False, True):
             calls, empty = mixtures(moved), nothing and nothing(moved)
@@ -109,20 +105,10 @@ class Trial:
                 loss_findings.report_metrics(calls, empty)
         if not decided:
             raise UntriedError(UNDECIDED)
-        if not self.statistics:
-            return None
-        names, before = names_of(self.state.model_state), jax.device_get(jax.tree.leaves(self.state.model_state))
-        after = self._compiled(_states, numbers, constant_key(), part=1)(True)
-        changes = [leaf for leaf in zip(names, before, *after, strict=True) if leaf[0] in self.statistics]
-        return loss_findings.of_averages(changes, count)
+        return None
 
-    def _compiled(
-        self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array, part: int = 0
-    ) -> Callable[[bool], Any]:
-        """Compile `function(loss as a function of rows, two sets of rows)`, for weights and rows moved or not.
-
-        Of a call it gets the sums (`part` 0) or the model state afterwards (1).
-        """
+    def _compiled(self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array) -> Callable[[bool], Any]:
+        """Compile `function(loss as a function of rows, two sets of rows)`, for weights and rows moved or not."""
         precision = Precision(self.spec.settings.precision.params, "fp32", "fp32")
         settings = replace(self.spec.settings, precision=precision, accumulate=1)
         spec, replicated = replace(self.spec, settings=settings, draws=None), self.spec.plan.replicated
@@ -133,7 +119,7 @@ class Trial:
         def run(params: PyTree, model_state: PyTree, batch: Batch, amount: jax.Array) -> Any:
             sets = moved_rows(rows_at(batch, numbers, replicated), amount)
             operands = working_copy(collectives, moved_weights(params, amount))
-            return function(lambda rows: loss(operands, model_state, rows, its_key)[part], sets)
+            return function(lambda rows: loss(operands, model_state, rows, its_key)[0], sets)
 
         arguments = self.state.params, self.state.model_state, self.batch
         with jax.default_matmul_precision("highest"):  # GPUs would take TF32
@@ -141,7 +127,7 @@ class Trial:
             if traced.jaxpr.effects:
                 raise UntriedError("it prints or calls back, which a trial would do too")
             if any(isinstance(x, Tracer) for x in traced.jaxpr.consts):
-                raise UntriedError("it closes over a value of the function that is traced: pass that in the batch")
+                raise UntriedError("it closes over a value of the traced function around it: pass that in the batch")
             program = traced.lower().compile()
         return lambda moved: jax.device_get(program(*arguments, jnp.float32(moved)))
 
@@ -153,17 +139,6 @@ def _mixtures(forward: Callable[[Batch], Sums], sets: Batch) -> Sums:
     places = jnp.asarray(np.concatenate([places, np.arange(count)[None, ::-1]]))
     both = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sets)
     return jax.lax.map(lambda rows: forward(jax.tree.map(lambda x: x[rows], both)), places)
-
-
-def _without_rows(forward: Callable[[Batch], Sums], sets: Batch) -> Sums:
-    return forward(jax.tree.map(lambda x: x[0, :0], sets))
-
-
-def _states(forward: Callable[[Batch], PyTree], sets: Batch) -> tuple[list[jax.Array], ...]:
-    """Return the leaves of the state after the first rows, after the others, and after all of them in one call."""
-    first, other = (jax.tree.map(itemgetter(half), sets) for half in (0, 1))
-    both = jax.tree.map(lambda *pair: jnp.concatenate(pair), first, other)
-    return tuple(jax.tree.leaves(forward(rows)) for rows in (first, other, both))
 
 
 def _twice(forward: Callable[[Batch], Sums], sets: Batch) -> tuple[Sums, Sums]:

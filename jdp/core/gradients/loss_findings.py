@@ -1,21 +1,20 @@
-"""What the calls of a trial say: each function compares their sums, and describes what no sum over rows does."""
+"""The findings of a trial: each function compares the sums of its calls, and describes a difference."""
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 
 from jdp.base.notices import notice
 from jdp.core.gradients.loss_call import Sums
 
 TOLERANCE = 1e-5
-"""Of the sum of absolute values. Rows keep their places, so only the last sum over rows is rounded otherwise."""
+"""Of the sum of absolute values. Rows keep their places, so only the last sum over rows rounds differently."""
 
 
 def exchanged_rows(count: int) -> np.ndarray:
-    """Return which of `count` rows are exchanged in each call, bool [calls, rows]: none, all, the halves of a split.
+    """Return which of `count` rows are exchanged in each call, bool [calls, rows]: none, all, and half of them.
 
-    Rows are split by each bit of their number, so any two are apart once.
+    Each bit of the rows' numbers gives two halves, so any two rows are in different halves at least once.
     """
     splits = [np.arange(count) >> bit & 1 == 1 for bit in range(max(1, (count - 1).bit_length()))]
     return np.array([np.zeros(count, bool), np.ones(count, bool), *(half for s in splits for half in (s, ~s))])
@@ -41,7 +40,7 @@ def of_rows_twice(calls: tuple[Sums, Sums], count: int) -> str | None:
 
 
 def of_halves(calls: Sums, numbers: np.ndarray) -> str | None:
-    """Describe rows that change the part of others: sums over `exchanged_rows`, and over the first in other order."""
+    """Describe rows that change the part of other rows, by the sums of a call for each of `exchanged_rows`."""
     masks = exchanged_rows(numbers.shape[1])
     for place in range(2, len(masks), 2):
         left, right = (", ".join(map(str, numbers[0, mask])) for mask in masks[place : place + 2])
@@ -51,7 +50,7 @@ def of_halves(calls: Sums, numbers: np.ndarray) -> str | None:
             scale += 1e-3 * np.abs(calls.weight).sum() if name == "total" else 0  # a loss of 0 is rounding
             if abs(together - apart) > TOLERANCE * scale:
                 numbers_of = f"Loss.{name} of them is {together:.6g} and not {apart:.6g}, the sum of their parts"
-                pairs = "if neighbouring rows belong together, make one row of them, [pairs, 2, ...]"
+                pairs = "if neighbouring rows belong together, make them one row, [pairs, 2, ...]"
                 return f"rows {left} of the batch change the part of rows {right}: {numbers_of}; {pairs}"
     for x in (np.asarray(array)[:-1] for array in calls.aux):
         expected = np.where(masks.reshape(*masks.shape, *(1,) * (x.ndim - 2)), x[1], x[0])
@@ -60,26 +59,8 @@ def of_halves(calls: Sums, numbers: np.ndarray) -> str | None:
     return None
 
 
-def of_averages(changes: list[tuple[str, np.ndarray, np.ndarray, np.ndarray, np.ndarray]], count: int) -> str | None:
-    """Describe state that is no average over rows: (path, before, after some rows, after others, after all of them)."""
-    for name, *arrays in changes:
-        before, first, other, both = (np.asarray(x, np.float64) for x in arrays)
-        mean = (first + other) / 2
-        change = np.max(np.abs([first - before, other - before, both - before]), initial=0)
-        dtype = arrays[0].dtype
-        rounding = 8 * float(jnp.finfo(dtype).eps) * np.abs(mean) if jnp.issubdtype(dtype, jnp.inexact) else 0
-        if np.any(np.abs(both - mean) > 1e-3 * change + rounding):
-            place = np.unravel_index(np.argmax(np.abs(both - mean)), both.shape)
-            return (
-                f"{name} is {both[place]:.6g} after a call with {2 * count} rows, and {mean[place]:.6g} if two devices "
-                "see half of them each and their values are averaged: gather what it counts (jdp.gather_rows), or take "
-                "partitioning='auto', which sees all rows"
-            )
-    return None
-
-
 def of_order(calls: Sums) -> str | None:
-    """Compare rows with the same in the opposite order: at other places they may be rounded otherwise."""
+    """Compare rows with the same rows in the opposite order, which may round differently."""
     for name, f in (("total", calls.total), ("weight", calls.weight)):
         if abs(f[0] - f[-1]) > 1e-3 * (abs(f[0]) + abs(f[-1])):
             return f"Loss.{name} is {f[0]:.6g} of some rows and {f[-1]:.6g} of the same rows in the opposite order"

@@ -1,8 +1,8 @@
-"""How a loss is called: which view, on which rows, with which key; and why.
+"""How a loss is called: in which view, on which rows, with which key; and why.
 
-What the loss returns decides (`chosen_view`). If it is called on parts of the batch, then what it declares is tried
-(`loss_check`), its draws are read (`row_keys`), and so are the rows of its aux. A loss that cannot be called on parts
-gets `auto` with one microbatch, which is reported, or an error.
+The result of the loss decides (`chosen_view`). If it is called on parts of the batch, its declaration is tried
+(`loss_check`), and its draws (`row_keys`) and the rows of its aux are read. A loss that cannot be called on parts gets
+`auto` with one microbatch, which is reported, or an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.extend.core import Jaxpr
@@ -24,40 +24,37 @@ from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss, with_outputs
 from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError
-from jdp.core.gradients.model_state import names_of
+from jdp.core.gradients.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
 from jdp.core.gradients.spec import GradientSpec
+from jdp.core.gradients.trial_values import drawn_like
 from jdp.core.gradients.views import chosen_view, on_every_device
 from jdp.core.plan import Plan
-from jdp.core.random.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
-from jdp.core.random.trial_values import drawn_like
 from jdp.core.reading.jaxprs import every_eqn, user_line
 from jdp.core.sharding.host_memory import is_described
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState
-from jdp.core.types import Batch, LossFn, PartsError, PyTree
+from jdp.core.types import Batch, LossFn, PartsError
 
 Values = Literal["real", "abstract", "drawn"]
-"""What a loss is tried on: the values of the first call; none, it is believed; values drawn while a function of the
-user's is traced."""
+"""The values on which a loss is tried: those of the first call; none, so its declaration is believed; values that are
+drawn while a user's function is traced."""
 
 
 @dataclass(frozen=True)
 class View:
-    """How a loss is called for shapes of a batch.
+    """How a loss is called for a batch of certain shapes.
 
     Attributes:
         partitioning: "auto" or "manual".
         why: the reason, one sentence.
         loss_fn: the loss, with its aux marked as rows or not.
         draws: which draws count rows, if the loss draws and is called on parts of the batch.
-        does_draw: True if the loss draws random numbers.
     """
 
     partitioning: Partitioning
     why: str
     loss_fn: LossFn
     draws: RowDraws | None = None
-    does_draw: bool = False
 
 
 MOST_DRAWN = 2**30
@@ -66,7 +63,7 @@ IN_TRAINING_ALONE = "rows change each other in training alone, as in a batch nor
 
 
 class TrialOnce:
-    """The trial of one loss: made once for each form of its model and its batch, for other numbers of rows too."""
+    """The trial of one loss: once for each form of its model and its batch, whatever the number of rows."""
 
     def __init__(self) -> None:
         self._results: dict[Hashable, str | None] = {}
@@ -76,7 +73,7 @@ class TrialOnce:
         return self._form(state, batch) in self._results
 
     def __call__(self, values: Values, trial: Trial, rows: int) -> str | None:
-        """Return what speaks against calling the loss on parts of the batch; None if nothing does."""
+        """Return why the loss cannot be called on parts of the batch; None if it can."""
         form = self._form(trial.state, trial.batch)
         if values == "drawn" and form not in self._results and not _is_drawable(trial):
             return None
@@ -94,8 +91,7 @@ class TrialOnce:
             found = trial.finding(rows)
         except UntriedError as error:
             return f"whether it is a sum over rows is not known: {error}"
-        trains = trial.spec.settings.train and adapter is not None and adapter.has_statistics
-        if found is None or trial.statistics or not trains:
+        if found is None or not trial.spec.settings.train or adapter is None or not adapter.has_statistics:
             return found
         try:
             return found if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
@@ -103,40 +99,37 @@ class TrialOnce:
             return found
 
     def _on_drawn_values(self, trial: Trial, rows: int) -> str | None:
-        """Return the finding on weights and rows that are drawn, with larger numbers if nothing was decided."""
+        """Return the finding on drawn weights and rows, with larger integers if nothing was decided."""
         plan, state, found = trial.spec.plan, trial.state, None
         rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), trial.spec.placements)
         replicated = jax.tree.map(lambda _: plan.replicated, state.model_state)
+        shardings = jax.tree.map(lambda _: plan.batch_sharding, trial.batch)
         with jax.ensure_compile_time_eval():
+            params, variables = drawn_like(state.params, rest), drawn_like(state.model_state, replicated, positive=True)
+            drawn = replace(trial, state=replace(state, params=params, model_state=variables))
             for integers in (1, 9, 99):
-                drawn = replace(
-                    state,
-                    params=drawn_like(state.params, rest),
-                    model_state=drawn_like(state.model_state, replicated, positive=True),
-                )
-                shardings = jax.tree.map(lambda _: plan.batch_sharding, trial.batch)
                 batch = drawn_like(trial.batch, shardings, integers=integers, positive=integers > 1)
-                found = self._finding(replace(trial, state=drawn, batch=batch), rows)
+                found = self._finding(replace(drawn, batch=batch), rows)
                 if found is None or not found.endswith(UNDECIDED):
                     break
-        return found and f"{found} (tried on drawn values; a call of `check` outside jit tries real ones)"
+        return found and f"{found} (tried on drawn values; `check`, outside jit, tries real values)"
 
 
 def _is_drawable(trial: Trial) -> bool:
-    """Return False for devices that are described, and for weights too large to make twice, which is reported."""
+    """Return False for described devices, and for weights that are too large to make twice, which is reported."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((trial.state.params, trial.batch)))
     is_real = not is_described(trial.spec.plan.mesh)
     if is_real and size > MOST_DRAWN:
         notice(
-            f"the loss was not tried inside jit, as its weights and rows take {format_bytes(size)}: it is taken as a "
-            "sum over rows. Call gradient.check(model, batch, rng) once outside"
+            f"the loss was not tried inside jit, because its weights and rows take {format_bytes(size)}: jdp believes "
+            "that it is a sum over rows. Call gradient.check(model, batch, rng) once, outside jit"
         )
     return is_real and size <= MOST_DRAWN
 
 
 def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callable[[Trial, int], str | None]) -> View:
-    """Return the view of a step for these shapes. Raises ValueError if the loss cannot be called as it is asked for."""
-    settings, adapter = spec.settings, state.static.adapter
+    """Return the view of a step for these shapes. Raises ValueError if the loss cannot be called as requested."""
+    settings = spec.settings
     read = partial(_read, spec, state, batch)
     reading = whole = read(settings.requested or "auto")
     name, why = chosen_view(settings.requested, whole.form, spec.plan.batch_shards, settings.train)
@@ -146,18 +139,17 @@ def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callab
     if name != whole.partitioning:
         try:
             reading = read(name)
-        except Exception as error:  # the user's own code, which may need global arrays
-            first_line = str(error).partition(chr(10))[0]
-            reason = f"it cannot be called on one device's rows ({type(error).__name__}: {first_line})"
+        except Exception as error:  # raised by the user's own code, which may need global arrays
+            first = str(error).partition("\n")[0]
+            reason = f"it cannot be called on one device's rows ({type(error).__name__}: {first})"
     reason = reason or reading.obstacle(trial)
     if reason is not None and name != whole.partitioning:
         why = f"the loss returns jdp.Loss, but {reason}, so a call sees the rows of all devices"
         reading, reason = whole, whole.obstacle(trial)
     if reason is not None and not (reason == IN_TRAINING_ALONE and reading.partitioning == "auto"):
-        raise UserError(_refusal(spec, name, reason, _norm_fix(reason, adapter)))
+        raise UserError(_refusal(spec, name, reason))
     reading.check_metrics()
-    does_draw, why = draws_anything(reading.jaxpr), why + reading.remarks
-    return View(reading.partitioning, why, reading.loss_fn, reading.draws, does_draw)
+    return View(reading.partitioning, why + reading.remarks, reading.loss_fn, reading.draws)
 
 
 def _check_microbatches(form: LossForm, count: int) -> None:
@@ -165,30 +157,22 @@ def _check_microbatches(form: LossForm, count: int) -> None:
     rule = f"accumulate={count} calls the loss on {count} microbatches, one after another"
     if form.is_scalar:
         raise UserError(
-            f"{rule}, and the mean of their means is not that of the batch; given a loss that returns a scalar. Return "
-            "the sum over rows and what divides it: `return jdp.Loss(total, weight)`, such as jdp.Loss(nll.sum(), "
-            "nll.size)."
+            f"{rule}, and the mean of their means is not the batch's; given a loss that returns a scalar. Return the "
+            "sum over rows and its divisor: `return jdp.Loss(total, weight)`, such as jdp.Loss(nll.sum(), nll.size)."
         )
     if form.gathers_rows:
         raise UserError(
-            f"{rule}, each of which would have other rows to compare with; given a loss that calls jdp.gather_rows. "
-            "Take accumulate=1."
+            f"{rule}, which would each compare other rows; given a loss that calls jdp.gather_rows. Take accumulate=1."
         )
 
 
-def _norm_fix(reason: str, adapter: Any) -> str:
-    """Return what to do about a batch norm that `reason` may be of, else nothing."""
-    if "change the part of rows" not in reason and "statistics in the model" not in reason:
-        return ""
-    if None in getattr(adapter, "adapters", (adapter,)):  # a model that is a plain pytree
-        return " Has it a batch norm of linen? Wrap the model in nnx.bridge.ToNNX."
-    if adapter.has_statistics:
-        return " Is it a batch norm alone? Take its running averages if rng is None, such as by train=rng is not None."
-    return ""
-
-
-def _refusal(spec: GradientSpec, name: Partitioning, reason: str, fix: str = "") -> str:
-    plan, accumulate = spec.plan, spec.settings.accumulate
+def _refusal(spec: GradientSpec, name: Partitioning, reason: str) -> str:
+    plan, accumulate, adapter, fix = spec.plan, spec.settings.accumulate, spec.adapter, ""
+    if "change the part of rows" in reason or "statistics in the model" in reason:  # a batch norm, perhaps
+        if None in getattr(adapter, "adapters", (adapter,)):  # a model that is a plain pytree
+            fix = " If a batch norm of linen is the cause, wrap the model in nnx.bridge.ToNNX."
+        elif adapter.has_statistics:
+            fix = " If a batch norm is the cause, give it train=rng is not None."
     parts = [f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes if name == "manual"]
     parts += [f"accumulate={accumulate}"] if accumulate > 1 else []
     return (
@@ -202,9 +186,8 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
     """Trace the loss on the rows of one call of a view."""
     plan = spec.plan
     calls = spec.settings.accumulate * (plan.batch_shards if partitioning == "manual" else 1)
-    rows, within = batch_rows(batch) // calls, lambda call: call
-    if partitioning == "manual":
-        within = partial(on_every_device, plan=plan)
+    rows = batch_rows(batch) // calls
+    within = partial(on_every_device, plan=plan) if partitioning == "manual" else lambda call: call
     key = None
     if spec.settings.train:
         key = shape_of(state.rng) if calls == 1 else row_key_shape(rows)
@@ -216,25 +199,13 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
     except NotImplementedError as error:
         if not is_of_row_key(error):
             raise
-        refusal = f"{str(error).partition(',')[0]}, which a part of the batch does not have; draw otherwise from rng"
+        refusal = f"{str(error).partition(',')[0]}, which a part of the batch does not have; use another draw"
         raise UserError(_refusal(spec, partitioning, refusal)) from error
     except Exception as error:
         if calls > 1:
-            _refuse_state_of_rows(state.model_state, batch_rows(batch), rows, error)
             error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
         raise
     return _Reading(spec, state, batch, partitioning, calls, rows, trace, jaxpr, form)
-
-
-def _refuse_state_of_rows(model_state: PyTree, batch_size: int, rows: int, error: Exception) -> None:
-    """Refuse model state with an entry for each row of the batch, if a call on fewer rows failed."""
-    for name, leaf in zip(names_of(model_state), jax.tree.leaves(model_state), strict=True):
-        if leaf.shape[:1] == (batch_size,):
-            raise UserError(
-                f"Model state is the same for every part of a batch; given {name}, {list(leaf.shape)}, with a batch of "
-                f"{batch_size} rows, and the loss fails on {rows} of them ({str(error).partition(chr(10))[0]}). Keep "
-                "in the batch what belongs to rows, or take accumulate=1 and leave partitioning to jdp."
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -242,10 +213,10 @@ class _Reading:
     """A loss, traced on shapes as a view calls it.
 
     Attributes:
-        calls: on how many parts of a batch the loss is called.
+        calls: the number of parts of a batch on which the loss is called.
         rows: the rows of one call.
-        trace: traces it for another number of rows.
-        jaxpr, form: of a call.
+        trace: traces the loss for another number of rows.
+        jaxpr, form: of one call.
     """
 
     spec: GradientSpec
@@ -263,9 +234,9 @@ class _Reading:
         """The trace for twice the rows of one call. Raises PartsError."""
         try:
             return self.trace(2 * self.rows)
-        except Exception as error:  # the user's own code, at a size that it may not expect
+        except Exception as error:  # raised by the user's own code, perhaps at this size only
             raise PartsError(
-                f"it takes {self.rows} rows and not {2 * self.rows} ({type(error).__name__}: {str(error)[:200]}); "
+                f"it accepts {self.rows} rows and not {2 * self.rows} ({type(error).__name__}: {str(error)[:200]}); "
                 "write it for any number of rows"
             ) from error
 
@@ -285,7 +256,7 @@ class _Reading:
         return with_outputs(loss, self.form, self.twice[1] if self.calls > 1 else None, self.rows)
 
     def obstacle(self, trial: Callable[[Trial, int], str | None]) -> str | None:
-        """Return what speaks against calling the loss as the view does; None if nothing does."""
+        """Return why the loss cannot be called as the view calls it; None if it can."""
         if self.calls == 1:
             return None
         try:
@@ -296,32 +267,29 @@ class _Reading:
             return f"it shards over the axes of the batch at {line}, which one device's rows do not have"
         if self.form.gathers_rows or not self.spec.settings.check_loss:
             return None
-        spec, draws = replace(self.spec, loss_fn=loss_fn), draws_anything(self.jaxpr)
-        averaged = frozenset(self.form.statistics if self.partitioning == "manual" else ())
-        return trial(Trial(spec, self.state, self.batch, draws, statistics=averaged), self.rows)
+        spec = replace(self.spec, loss_fn=loss_fn)
+        return trial(Trial(spec, self.state, self.batch, draws_anything(self.jaxpr)), self.rows)
 
     @property
     def remarks(self) -> str:
-        """What the user may not expect of the view."""
-        settings = self.spec.settings
-        if not settings.train:
+        """Consequences of the view that a user may not expect."""
+        precision = self.spec.settings.precision
+        if not self.spec.settings.train:
             return ""
-        precision = settings.precision
         if self.partitioning == "auto" and self.spec.plan.batch_shards > 1 and precision.reduce != precision.compute:
             return f"; XLA then reduces gradients in {precision.compute}"
-        name = self.form.statistic
-        if self.partitioning == "manual" and name and self.form.statistics[name].kind not in "iub":
-            return f"; each device then computes {name} over its own rows, and the values are averaged"
+        if self.partitioning == "manual" and self.form.is_averaged:
+            return f"; each device then computes {self.form.statistic} over its own rows, and the values are averaged"
         return ""
 
     def check_metrics(self) -> None:
-        """Check that metrics are sums over rows, as far as shapes tell: only arrays can be anything else."""
+        """Check that the shapes of metrics do not depend on the number of rows."""
         for name, shape in self.form.metrics.items():
             if shape and (twice := self.twice[1].metrics[name]) != shape:
                 raise UserError(
                     f"A metric is summed over rows, so its shape does not depend on their number; metric {name!r} has "
-                    f"shape {shape} for {self.rows} rows and {twice} for twice as many. Sum it over the batch; what is "
-                    "of single rows, return as aux (has_aux)."
+                    f"shape {shape} for {self.rows} rows and {twice} for twice as many. Sum it over the batch, or "
+                    "return values of single rows as aux (has_aux)."
                 )
 
 
@@ -335,18 +303,12 @@ def _global_line(jaxpr: Jaxpr, plan: Plan) -> str | None:
 
 
 def _of_unbound_axis(error: NameError, plan: Plan, partitioning: Partitioning) -> Exception:
-    """Return what to raise for a loss that names a mesh axis which its view does not bind."""
+    """Return the error for a loss that names a mesh axis which its view does not bind."""
     match = re.search(r"unbound axis name:? (\w+)", str(error))
     if match is None:
         return error
-    if (named := match[1]) in plan.batch_axes:
-        return UserError(
-            f"The loss names the mesh axis {named!r}, which exists under partitioning='manual' only; given "
-            f"partitioning={partitioning!r}. jdp itself sums over devices what a loss returns: leave that out of the "
-            "loss, or ask for partitioning='manual'."
-        )
     return UserError(
-        f"A loss names no mesh axis but the batch's, {' and '.join(plan.batch_axes)}, and those under "
-        f"partitioning='manual' only; given {named!r}. Leave it out: without axis_name flax.linen's BatchNorm takes "
-        "its statistics over the rows that the loss sees, under 'auto' all of the batch."
+        f"A loss may name only the batch's mesh axes, {' and '.join(plan.batch_axes)}, and only under partitioning="
+        f"'manual'; given {match[1]!r} under {partitioning!r}. Leave it out: jdp sums the results of a loss over "
+        "devices, and under 'auto' a BatchNorm of linen without axis_name sees all rows."
     )

@@ -40,9 +40,9 @@ def working_copy(collectives: Collectives, params: PyTree) -> PyTree:
 
 
 def boundary_of(collectives: Collectives, *, in_loops: bool = False, sums_others: bool = False) -> Boundary:
-    """Return what is gathered and summed in a microbatch: everything if there is one, else what the strategy says.
+    """Return the boundary of a microbatch: a single microbatch gathers and sums, others as the strategy says.
 
-    `sums_others`: of the last microbatch, which sums the gradients of all where the strategy sums once a step.
+    With `sums_others` it is the last one, which sums the gradients of all if the strategy sums once a step.
     """
     strategy, settings = collectives.spec.strategy, collectives.spec.settings
     is_only, at_use = settings.accumulate == 1, strategy.gather == "use"
@@ -61,7 +61,7 @@ def boundary_of(collectives: Collectives, *, in_loops: bool = False, sums_others
 
 
 def traced_loss(collectives: Collectives, boundary: Boundary | None = None) -> TracedLoss:
-    """Return the loss as a function of `Weight`s; without a boundary of what `working_copy` returns."""
+    """Return the loss as a function of `Weight`s; without a boundary, of the result of `working_copy`."""
     spec = collectives.spec
     if boundary is None and spec.strategy.gather == "use":
         boundary = boundary_of(collectives, in_loops=collectives.by_layer)
@@ -73,13 +73,13 @@ class Microbatch:
     """The gradient of a microbatch, as a function.
 
     Attributes:
-        spec: what the gradient is of.
-        boundary: how its weights are gathered and its gradients summed.
+        spec: the loss, the placements and the settings.
+        boundary: how weights are gathered and gradients summed.
         loss: the loss behind this boundary.
         params: the parameters at rest.
-        values: what the boundary gathers: these, or what `working_copy` returns.
-        is_plain: True if no layer loop gathers weights: the backward pass then gathers all of them again, and computes
-            again what costs little.
+        values: the boundary's inputs: `params`, or the result of `working_copy`.
+        is_plain: True if no layer loop gathers weights: the backward pass then gathers all of them again, and
+            recomputes cheap operations.
     """
 
     spec: GradientSpec
@@ -101,10 +101,10 @@ class Microbatch:
 
         Args:
             model_state: before the call.
-            batch: the rows.
-            key: of the call.
-            seed: of the rounding in the backward pass.
-            earlier: the gradients of the microbatches before, to which these are added.
+            batch: its rows.
+            key: its random key.
+            seed: for rounding in the backward pass.
+            earlier: the sum of earlier microbatches' gradients, to which these are added.
         """
         seeds = None if seed is None else seeds_by_row(self.spec.placements, self.slots, seed)
 
@@ -131,7 +131,7 @@ class Microbatch:
 
     @property
     def slots(self) -> PyTree:
-        """Zeros of the form of the gradients, None for frozen parameters."""
+        """Zeros with the shapes of the gradients; None for frozen parameters."""
         dtype = self.spec.settings.precision.reduce_dtype
 
         def slot(placement: Placement, shard: jax.Array, value: jax.Array) -> jax.Array | None:

@@ -1,7 +1,7 @@
-"""Model state beside the parameters: what a call of the model changed of it, and how that reaches the next step.
+"""Model state other than the parameters: which leaves a call of the model changed, and how they reach the next step.
 
-A leaf that a call did not change comes out as the same array. It is neither averaged nor carried along: a table of
-`finfo.min` would overflow on the way.
+A leaf that a call did not change is still the same array. It is neither averaged nor carried: the sum over devices of a
+table of `finfo.min` would overflow.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jdp.core.types import Batch, PyTree
 
 
 def changed_leaves(before: PyTree, after: PyTree) -> tuple[bool, ...]:
-    """Return for each leaf, in order, whether it is another array than before."""
+    """Return for each leaf, in order, whether it is a different array than before."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return tuple(old is not new for old, new in pairs)
 
 
 def names_of(model_state: PyTree) -> list[str]:
-    """Return the path of each leaf, in order; `model_state` may be a tuple, of the models of a gradient."""
+    """Return the path of each leaf, in order; for several models `model_state` is a tuple."""
     leaves = jax.tree.leaves_with_path(model_state)
     if not isinstance(model_state, tuple):
         return [path_of(path) for path, _ in leaves]
@@ -48,22 +48,22 @@ def refuse_varying(
     jaxpr = jax.make_jaxpr(call)(model_state, batch, key).jaxpr
     needs = [partial_eval.dce_jaxpr(jaxpr, [i == j for j in range(len(leaves))])[1] for i in range(len(leaves))]
     varies = [any(used[len(leaves) :]) for used in needs]
-    for _ in leaves if carried else ():  # what depends on it after one microbatch, after two, ...
+    for _ in leaves if carried else ():  # after one microbatch, after two, ...
         varies = [v or any(map(and_, used, varies)) for v, used in zip(varies, needs, strict=True)]
     for name, leaf, is_fixed, is_varying in zip(names_of(model_state), leaves, fixed, varies, strict=True):
         if is_fixed and is_varying:
             raise UserError(
-                f"Under partitioning='manual' each device calls the model with its own rows, and {name} "
-                f"({leaf.dtype}), which depends on them, would be another one on each device; only floating-point "
-                "state is averaged. Use partitioning='auto', which sees the whole batch, or keep it in floating point."
+                f"Under partitioning='manual' {name} ({leaf.dtype}) would depend on each device's rows and differ "
+                "between devices; only floating-point state is averaged. Use partitioning='auto', which sees the whole "
+                "batch, or keep it in floating point."
             )
 
 
 def mean_over(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Array:
-    """Return the mean of each device's own `x` along the mesh axes `axes`, in x's dtype, computed in float32 or wider.
+    """Return the mean of the devices' `x` along mesh axes, in x's dtype, computed in float32 or wider.
 
-    Values are first divided by a power of two above the number of devices, which rounds nothing. So no sum of finite
-    values overflows. What the division by that number may round up is cut off at `finfo.max`.
+    Values are first divided by a power of two above the number of devices, which is exact, so that no sum of finite
+    values overflows. A mean that rounds up beyond `finfo.max` is clipped to it.
     """
     wide, scale = jnp.promote_types(x.dtype, jnp.float32), 2 ** devices.bit_length()
     mean = jax.lax.psum(x.astype(wide) / scale, axes) / devices

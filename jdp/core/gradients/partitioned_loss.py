@@ -1,7 +1,7 @@
-"""A loss on a plan, which a step and a gradient each have one of.
+"""A loss on a plan, for a step or a gradient.
 
-It settles once for each shape of the batch how the loss is called (`loss_view`), and sums its gradients over devices
-and microbatches. What becomes of the gradients is not decided here.
+It decides once for each shape of the batch how the loss is called (`loss_view`), and sums its gradients over devices
+and microbatches. The step or the gradient decides how to use them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jdp.core.types import Batch, LossFn, PyTree
 
 
 def read_only(path: str) -> Any:
-    """Return a property that reads what a step or a gradient is made of: an attribute of an attribute."""
+    """Return a property that reads an attribute of an attribute, such as "loss.plan"."""
     return property(attrgetter(path))
 
 
@@ -45,10 +45,10 @@ class PartitionedLoss:
     Attributes:
         loss_fn: the loss function.
         plan: the mesh and the strategy.
-        settings: those of the step or the gradient.
-        noun: what it is of, in reports.
-        is_checked: True once a first call had values.
-        compiled: jitted functions of the step or the gradient, by name; made anew when a choice is corrected.
+        settings: of the step or the gradient.
+        noun: its name in reports, such as "train step".
+        is_checked: True after the first call with values.
+        compiled: jitted functions of the step or the gradient, by name; cleared if the view of the loss changes.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class PartitionedLoss:
         self.loss_fn, self.plan, self.settings, self.noun = loss_fn, plan, settings, noun
         self.is_checked = False
         self.compiled: dict[str, Any] = {}
-        self._place = place  # the parameters' placements where they are not those of a train state
+        self._place = place  # the parameters' placements, if they differ from a train state's
         self._views: dict[Hashable, View] = {}
         self._trial = TrialOnce()
-        self._agreed: set[Hashable] = set()  # the shapes that all processes agree on
+        self._agreed: set[Hashable] = set()  # shapes that all processes agree on
         self._last_agreed: Hashable = None
-        self._dispatched: jax.Array | None = None  # the loss that the last call computes
+        self._dispatched: jax.Array | None = None  # the loss of the last call
 
     @property
     def last(self) -> View | None:
-        """The view that was settled last; None before the first trace."""
+        """The view of the latest trace; None before the first one."""
         return next(reversed(self._views.values()), None)
 
     @property
     def partitioning(self) -> Partitioning | None:
-        """ "auto" or "manual"; None if the loss decides and was not traced yet."""
+        """ "auto" or "manual"; None if the loss decides and was not yet traced."""
         return self.last.partitioning if self.last else self.settings.requested
 
     @property
@@ -88,11 +88,11 @@ class PartitionedLoss:
 
     @property
     def batch_unit(self) -> BatchUnit:
-        """What a global batch's rows must divide by."""
+        """The factors that must divide the rows of a global batch."""
         return batch_unit(self.plan.mesh.shape, self.settings.accumulate)
 
     def view(self, state: AnyState, batch: Batch, values: Values = "drawn") -> View:
-        """Check the batch, settle how the loss is called for these shapes, and report it once."""
+        """Check the batch, decide how the loss is called for these shapes, and report it once."""
         self.batch_unit.check(batch_rows(batch))
         placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
         self.settings.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
@@ -109,10 +109,9 @@ class PartitionedLoss:
         return settled
 
     def check_first(self, state: AnyState, batch: Batch) -> None:
-        """Settle the view before the first trace, and try the loss if there are values.
+        """Decide how the loss is called before the first trace, and try the loss if there are values.
 
-        Abstract values are taken to be of a program that is only looked at: then the loss is believed. While a user's
-        function is traced, the trace settles it.
+        A `Loss` is not tried on abstract values, whose program is only read. In a traced function the trace decides.
         """
         batch_rows(batch)
         leaves = jax.tree.leaves((state, batch))
@@ -124,7 +123,7 @@ class PartitionedLoss:
         self.is_checked = self.is_checked or is_real
 
     def under(self, plan: Plan, **changes: Any) -> PartitionedLoss:
-        """Return the same for another plan and changed settings, with what was found when the loss was tried."""
+        """Return this loss for another plan and changed settings, with the findings of its trial."""
         other = PartitionedLoss(self.loss_fn, plan, replace(self.settings, **changes), self.noun, self._place)
         other.is_checked, other._trial = self.is_checked, self._trial
         return other
@@ -136,14 +135,14 @@ class PartitionedLoss:
 
     @cached_property
     def _shares_threads(self) -> bool:
-        """Whether this process has several CPU devices, whose programs all run on one pool of threads."""
+        """Whether this process has several CPU devices, whose programs share a pool of threads."""
         local = self.plan.mesh.local_devices
         return len(local) > 1 and local[0].platform == "cpu"
 
     def limit_run_ahead(self, metrics: Mapping[str, jax.Array]) -> None:
         """On several CPU devices, wait for the call before the one that computes these metrics.
 
-        The programs of many calls would take all threads, and a collective of the first would wait for one until XLA
+        Otherwise many calls could take all threads, and a collective of the first would wait for a thread until XLA
         aborts (`base.machine.provide_threads`).
         """
         if self._shares_threads and not isinstance(metrics["loss"], Tracer):
@@ -163,7 +162,7 @@ class PartitionedLoss:
     ) -> None:
         """Check that all processes agree before they compute together, unless nothing changed since the last call.
 
-        Shapes, and numbers that were set in the state, are compared at each change; the program once for its shapes.
+        Shapes and the numbers set in the state are compared after each change; the program once for its shapes.
         """
         if shapes is None:
             return
@@ -181,13 +180,13 @@ class PartitionedLoss:
         passed(self.plan.mesh)
 
     def param_placements(self, state: AnyState) -> PyTree:
-        """Return a tree like the parameters, of `Placement`."""
+        """Return the tree of the parameters' placements."""
         if self._place is not None:
             return self._place(self.plan, state)
         return self.plan.param_placements(state.params, state.static)
 
     def gradient_spec(self, state: AnyState, view: View | None = None) -> GradientSpec:
-        """Return what the gradient code needs: the loss, the placements and the settings."""
+        """Return the loss, the placements and the settings, for the code of the gradient."""
         return GradientSpec(
             self.loss_fn if view is None else view.loss_fn,
             state.static.adapter,
@@ -199,7 +198,7 @@ class PartitionedLoss:
         )
 
     def gradients(self, state: AnyState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums, PyTree]:
-        """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced."""
+        """Return the gradient of Σtotal / Σweight, in float32 and sharded as at rest, while a step is traced."""
         view = self.view(state, batch)
         run = view_gradients(view.partitioning, self.gradient_spec(state, view))
         grads, sums, model_state = run(state.params, state.model_state, batch, key)
@@ -213,12 +212,12 @@ class PartitionedLoss:
 
 
 def _shapes(state: AnyState, batch: Batch) -> Hashable:
-    """Return what views are remembered by; a module's mode decides what it draws."""
+    """Return the key of a view. It includes the module, whose mode decides whether it draws random numbers."""
     leaves, structure = jax.tree.flatten((state.params, batch))
     return state.static.adapter, structure, tuple([(x.shape, str(x.dtype)) for x in leaves])
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
-    """Return the metrics of sums over the whole batch: the loss, the weight and the loss function's own."""
+    """Return the metrics of sums over the whole batch: the loss, the weight and the metrics of the loss function."""
     metrics = {name: total / weight for name, (total, weight) in sums.metrics.items()}
     return {**metrics, "loss": sums.total / sums.weight, "weight": sums.weight}

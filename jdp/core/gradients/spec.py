@@ -1,4 +1,7 @@
-"""What a step's gradient is of (`GradientSpec`), and how a view communicates (`Collectives`, `ManualCollectives`)."""
+"""The inputs of a step's gradient (`GradientSpec`), and how a view communicates (`Collectives`).
+
+`Collectives` are those of `auto`; `collectives.py` has those of `manual`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core.batch import interleave
-from jdp.core.gradients import collectives
-from jdp.core.gradients.boundary import Collective, Reduction
-from jdp.core.gradients.model_state import mean_over
+from jdp.core.gradients.boundary import Collective
+from jdp.core.gradients.row_keys import RowDraws
 from jdp.core.gradients.wire import seeds_by_leaf
 from jdp.core.plan import Plan
-from jdp.core.random.row_keys import RowDraws
-from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part
@@ -26,7 +25,7 @@ from jdp.core.types import Batch, LossFn, PyTree
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """What a step's gradient is of, in either partitioning.
+    """The inputs of a step's gradient, in either partitioning.
 
     Attributes:
         loss_fn: the loss function.
@@ -58,17 +57,17 @@ class GradientSpec:
 
 @dataclass(frozen=True)
 class Collectives:
-    """How arrays are gathered, reduced and sharded under `auto`: global arrays are constrained to the plan's specs.
+    """Gathers, reduces and shards arrays under `auto`, by constraining global arrays to the plan's specs.
 
     Attributes:
-        spec: what the gradient is of.
+        spec: the inputs of the gradient.
     """
 
     spec: GradientSpec
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows."""
+        """The mesh axes along which a call of the loss gets only its device's rows; empty if it gets all rows."""
         return ()
 
     @property
@@ -77,9 +76,8 @@ class Collectives:
         return False
 
     def _constrained(self, x: jax.Array, partition: PartitionSpec, leading: int) -> jax.Array:
-        return jax.lax.with_sharding_constraint(
-            x, NamedSharding(self.spec.plan.mesh, PartitionSpec(*partition[leading:]))
-        )
+        sharding = NamedSharding(self.spec.plan.mesh, PartitionSpec(*partition[leading:]))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def gather(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
         """Return a shard at its rest spec as the array at its compute spec."""
@@ -92,10 +90,6 @@ class Collectives:
     def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
         """Return a gradient at its rest spec, summed over the batch axes that `reduce` left out."""
         return self._constrained(x, placement.rest, leading)
-
-    def complete(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return a gradient at its rest spec, summed over all batch axes."""
-        return self.finish(self.reduce(x, placement, leading, seed), placement, leading)
 
     def constrain(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
         """Return an accumulator of gradients, sharded as the strategy accumulates."""
@@ -121,59 +115,12 @@ class Collectives:
         return key if draws is None else draws.key(key, offset=index, stride=count, total=rows * count)
 
 
-class ManualCollectives(Collectives):
-    """The same under `manual`: the collectives of `jax.lax`, on a device's own arrays."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.spec.plan.batch_axes
-
-    @property
-    def by_layer(self) -> bool:
-        return self.spec.plan.batch_shards > 1
-
-    def gather(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return collectives.all_gather(x, placement, leading, self.spec.plan.mesh)
-
-    def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
-        wire = self.spec.settings.wire
-        return collectives.psum_scatter(x, placement, leading, self.spec.plan.mesh, wire=wire, seed=seed)
-
-    def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
-        axes = tuple(axis for axis in self.axes if placement.dim is None or axis != DATA)
-        wire = self.spec.settings.wire
-        return collectives.psum(x, axes, placement, leading, self.spec.plan.mesh, wire=wire, seed=seed)
-
-    def constrain(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return x
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        return jax.lax.psum(x, self.axes)
-
-    def average(self, before: PyTree, after: PyTree) -> PyTree:
-        def mean(old: jax.Array, new: jax.Array) -> jax.Array:
-            is_same = old is new or not jnp.issubdtype(new.dtype, jnp.floating)
-            return new if is_same else mean_over(new, self.axes, self.spec.plan.batch_shards)
-
-        return jax.tree.map(mean, before, after)
-
-    def microbatches(self, batch: Batch, count: int) -> Batch:
-        return jax.tree.map(lambda x: interleave(x, count), batch)
-
-    def key_of(self, key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
-        if (draws := self.spec.draws) is None:
-            return key
-        own_rows, device = rows * count, jax.lax.axis_index(self.axes).astype(jnp.uint32)
-        first = device * jnp.uint32(own_rows) + jnp.uint32(index)
-        return draws.key(key, offset=first, stride=count, total=own_rows * self.spec.plan.batch_shards)
-
-
 def map_leaves(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:
     """Apply a collective to every leaf of a tree without leading dimensions of its own."""
     return jax.tree.map(lambda leaf, placement: collective(leaf, placement, 0), tree, placements)
 
 
-def sum_leaves(reduction: Reduction, grads: PyTree, placements: PyTree, seed: jax.Array | None) -> PyTree:
+def sum_leaves(reduction: Collective, grads: PyTree, placements: PyTree, seed: jax.Array | None) -> PyTree:
     """Apply a reduction to every leaf of gradients; with a seed each leaf draws its own rounding."""
     if seed is None:
         return map_leaves(reduction, grads, placements)

@@ -1,11 +1,11 @@
-"""The two views of a step: what a call of the loss sees, and the `Collectives` that gather, reduce and sum.
+"""The two views of a step: the arrays that a call of the loss sees, and the `Collectives` that gather, reduce and sum.
 
-- `auto`: the loss sees global arrays. Collectives are sharding constraints, and XLA inserts those that they need.
-  Statistics are global, and a loss may mix examples. What XLA sends is its choice: it reduces gradients in the dtype
-  that the backward pass produced, and inside the accumulation loop if they are computed there.
+- `auto`: the loss sees global arrays. Sharding constraints take the place of collectives, which XLA inserts. Statistics
+  are global, and a loss may mix examples. XLA decides what it sends: it reduces gradients in the dtype of the backward
+  pass, and inside the accumulation loop if they are computed there.
 - `manual`: the gradient runs under `jax.shard_map` over the batch axes, and each device differentiates the sum over its
-  own rows. That is what lets it add microbatches locally and send once, and choose the dtype on the wire, or codes
-  (`wire.py`). The model's own axes stay XLA's (`collectives.py`).
+  own rows. So it can add microbatches locally and send once, and choose the dtype on the wire, or codes (`wire.py`).
+  XLA still partitions along the model's own axes (`collectives.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.words import Partitioning
-from jdp.core.gradients import collectives
 from jdp.core.gradients.accumulate import evaluate, step_gradients
+from jdp.core.gradients.collectives import (
+    ManualCollectives,
+    from_replica_view,
+    replica_view_spec,
+    to_replica_view,
+)
 from jdp.core.gradients.loss_call import LossForm, LossWithAux, Sums
 from jdp.core.gradients.model_state import changed_leaves
-from jdp.core.gradients.spec import Collectives, GradientSpec, ManualCollectives
+from jdp.core.gradients.spec import Collectives, GradientSpec
 from jdp.core.plan import Plan
 from jdp.core.sharding.placement import Placement, keep_axes
 from jdp.core.sharding.traced_mesh import batch_axes
@@ -34,11 +39,11 @@ REQUESTED = "asked for"
 
 
 def chosen_view(requested: Partitioning | None, form: LossForm, shards: int, train: bool) -> tuple[Partitioning, str]:
-    """Return the view of a step and the reason for it: what the loss returns decides.
+    """Return the view of a step and the reason for it: the result of the loss decides.
 
     Args:
-        requested: the partitioning that was asked for.
-        form: what the loss returns.
+        requested: the requested partitioning.
+        form: the form of the loss' result.
         shards: number of parts of the batch on the mesh.
         train: False for an evaluation.
     """
@@ -66,13 +71,12 @@ def view_evaluation(view: Partitioning, spec: GradientSpec) -> Callable[..., Sum
     """Return a function (params, model_state, batch) -> sums, all global."""
     plan = spec.plan
     if view == "auto":
-        return lambda params, model_state, batch: evaluate(
-            Collectives(spec), params, model_state, _constrained(plan, batch)
-        )
+        whole = partial(evaluate, Collectives(spec))
+        return lambda params, model_state, batch: whole(params, model_state, _constrained(plan, batch))
     rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
     local = partial(evaluate, ManualCollectives(spec))
     replicas = _by_device(local, plan, (rest, replicated, plan.batch_spec), replicated)
-    return lambda params, *others: replicas(collectives.to_replica_view(params, spec.placements, plan.mesh), *others)
+    return lambda params, *others: replicas(to_replica_view(params, spec.placements, plan.mesh), *others)
 
 
 def on_every_device(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -103,30 +107,24 @@ def _manual_gradients(
     in_specs = _rest_specs(plan, spec.placements), replicated, plan.batch_spec, replicated
     sums_specs = prefix(replicated, replicated, replicated, aux=_aux_specs(spec))
     out_specs = _rest_specs(plan, spec.trained_placements), sums_specs, replicated
-    shards = collectives.to_replica_view(params, spec.placements, plan.mesh)
+    shards = to_replica_view(params, spec.placements, plan.mesh)
     grads, sums, after = _by_device(local, plan, in_specs, out_specs)(shards, model_state, batch, key)
-    grads = collectives.from_replica_view(grads, spec.trained_placements, plan.mesh)
+    grads = from_replica_view(grads, spec.trained_placements, plan.mesh)
     return grads, sums, with_trained(model_state, after, changed)
 
 
 def _by_device(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     # check_vma off: the gather boundary is a custom_vjp whose two sides vary over different axes.
-    return jax.shard_map(
-        local,
-        mesh=plan.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(batch_axes(plan.mesh)),
-        check_vma=False,
-    )
+    specs, names = {"in_specs": in_specs, "out_specs": out_specs}, set(batch_axes(plan.mesh))
+    return jax.shard_map(local, mesh=plan.mesh, axis_names=names, check_vma=False, **specs)
 
 
 def _rest_specs(plan: Plan, placements: PyTree) -> PyTree:
-    """Return the rest specs in `manual` with the batch axes alone; the model's axes stay automatic."""
+    """Return the rest specs in `manual` with only the batch axes; the model's axes stay automatic."""
     keep = partial(keep_axes, set(batch_axes(plan.mesh)))
 
     def rest_spec(placement: Placement) -> PartitionSpec:
-        return PartitionSpec(*map(keep, collectives.replica_view_spec(placement, plan.mesh)))
+        return PartitionSpec(*map(keep, replica_view_spec(placement, plan.mesh)))
 
     return jax.tree.map(rest_spec, placements)
 

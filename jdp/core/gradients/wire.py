@@ -4,9 +4,9 @@ A device sends the codes of each part of its gradient to the device that owns th
 adds them in float32: codes are never summed. A sum that all devices need is encoded once more and gathered.
 
 Rounding is drawn from the step's key, so it is right on average and nothing is kept between steps (QSGD, Alistarh et
-al. 2017, arXiv:1610.02132). A seed is a uint32 scalar that all devices have: one for each microbatch and leaf, and
-under zero3, which reduces in the backward pass, for each layer too. Each shard of the batch makes a key of its own from
-it. Numbers that are not finite stay not finite, and the step's guard finds them.
+al. 2017, arXiv:1610.02132). A seed is a uint32 scalar, the same on all devices. There is a seed for each microbatch
+and leaf, and for each layer under zero3, which reduces in the backward pass. Each shard of the batch makes its own key
+from the seed. Numbers that are not finite stay so, and the step's guard finds them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROUNDING = 0x726F756E
 
 
 def encodes(wire: Encoding | None, elements: int, devices: int) -> bool:
-    """Return True if a gradient is encoded: each of the devices that share its sum owns a block of it, or more."""
+    """Return True if a gradient is encoded: each device owns at least a block of its sum."""
     return wire is not None and elements >= devices * BLOCK
 
 
@@ -47,7 +47,7 @@ def row_bytes(wire: Encoding, elements: int) -> int:
 
 
 def seeds(wire: Encoding | None, key: jax.Array) -> Callable[[Any], jax.Array | None]:
-    """Return a function: number -> seed; None where nothing is encoded."""
+    """Return a function from a number to a seed; the seed is None if nothing is encoded."""
     if wire is None:
         return lambda number: None
     rounding = jax.random.fold_in(key, _ROUNDING)
@@ -55,7 +55,7 @@ def seeds(wire: Encoding | None, key: jax.Array) -> Callable[[Any], jax.Array | 
 
 
 def seeds_by_leaf(tree: PyTree, seed: jax.Array | None) -> PyTree:
-    """Return a tree with a seed for each leaf; of None without a seed."""
+    """Return a tree of seeds like `tree`; of None without a seed."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten([None] * len(leaves) if seed is None else list(_several(seed, len(leaves))))
 
@@ -71,25 +71,21 @@ def seeds_by_row(placements: PyTree, shards: PyTree, seed: jax.Array) -> PyTree:
 def key_of_shard(seed: jax.Array | None, mesh: Mesh) -> jax.Array:
     """Return the key of a shard of the batch.
 
-    Along the model's axes it is the same: there devices may have copies, which have to stay equal.
+    It is the same along the model's axes: devices there may have copies, which must stay equal.
     """
     assert seed is not None
-    return jax.random.fold_in(_key(seed), jax.lax.axis_index(batch_axes(mesh)))
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), jax.lax.axis_index(batch_axes(mesh)))
 
 
 def _several(seed: jax.Array, count: int) -> jax.Array:
-    return jax.random.bits(_key(seed), (count,), jnp.uint32)
-
-
-def _key(seed: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(0), seed)
+    return jax.random.bits(jax.random.fold_in(jax.random.key(0), seed), (count,), jnp.uint32)
 
 
 # The codes.
 
 
 def encode(wire: Encoding, rows: jax.Array, key: jax.Array) -> jax.Array:
-    """Return the codes of float32 rows: [n, m] -> [n, codes], where m is a whole number of blocks."""
+    """Return the codes of float32 rows: [n, m] -> [n, codes]; m is a whole number of blocks."""
     if wire == "bf16":
         return jax.lax.bitcast_convert_type(_to_bf16(rows, key), jnp.uint16)  # XLA:CPU sends bfloat16 as float32
     blocks = rows.reshape(rows.shape[0], -1, BLOCK)
@@ -124,7 +120,7 @@ def _to_bf16(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def scattered_sum(wire: Encoding, x: jax.Array, dim: int, count: int, key: jax.Array) -> jax.Array:
-    """Return this device's one of `count` shards along `dim` of the sum over `data`, float32."""
+    """Return this device's shard of the sum over `data`, float32; there are `count` shards along `dim`."""
     parts = x.astype(jnp.float32).reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     rows = jnp.moveaxis(parts, dim, 0).reshape(count, -1)
     own = _owned_sum(wire, rows, (DATA,), key)
@@ -132,7 +128,7 @@ def scattered_sum(wire: Encoding, x: jax.Array, dim: int, count: int, key: jax.A
 
 
 def complete_sum(wire: Encoding, x: jax.Array, axes: tuple[str, ...], count: int, key: jax.Array) -> jax.Array:
-    """Return the sum over mesh axes of `count` devices, float32, on each of them: all decode the same codes."""
+    """Return the sum over mesh axes of `count` devices, float32, on each device: all decode the same codes."""
     rows = jnp.pad(x.astype(jnp.float32).reshape(-1), (0, -x.size % count)).reshape(count, -1)
     own = _owned_sum(wire, rows, axes, jax.random.fold_in(key, 0))
     codes = jax.lax.all_gather(encode(wire, own, jax.random.fold_in(key, 1)), axes, axis=0, tiled=True)
@@ -140,7 +136,7 @@ def complete_sum(wire: Encoding, x: jax.Array, axes: tuple[str, ...], count: int
 
 
 def _owned_sum(wire: Encoding, rows: jax.Array, axes: tuple[str, ...], key: jax.Array) -> jax.Array:
-    """Return [1, m]: the sum over the devices of the row of this device, padded to whole blocks."""
+    """Return the sum over the devices of this device's row, padded to whole blocks: [1, m]."""
     codes = encode(wire, jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK))), key)
     received = jax.lax.all_to_all(codes, axes, split_axis=0, concat_axis=0, tiled=True)
     return decode(wire, received).sum(axis=0, keepdims=True)

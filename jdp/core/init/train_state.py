@@ -12,21 +12,15 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.public import public
-from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
-from jdp.core.batch import plan_fact
-from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.init.sharding_report import report_placements, report_products
-from jdp.core.init.trainable import resolve
-from jdp.core.init.trees import check_init
+from jdp.core.init.trees import check_init, check_tree, key_of_init, made_sharded, resolve, typed_key
 from jdp.core.plan import Plan, check_plan
-from jdp.core.random.user_keys import key_of_init, typed_key
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.types import InitFn, Model, PyTree
 from jdp.core.update.muon import noting_stacks
@@ -74,15 +68,10 @@ def init_state(
     rng = typed_key(rng)
     make, abstract = _prepare(init, tx, plan, rng, wrt)
     notice(str(plan))
-    _report_multi_steps(abstract.opt_state)
     report_placements(plan, abstract)
     shardings = plan.shardings(abstract)
     out_shardings = {name: value for name, value in vars(shardings).items() if name != "static"}
-    make_sharded = jax.jit(make, out_shardings=out_shardings)
-    if len(processes_of(plan.mesh)) > 1:
-        agree("init_state", [plan_fact(plan), key_fact(rng, "The key")], plan.mesh)
-        agree("init_state", [program_fact(make_sharded.lower(rng))], plan.mesh)
-    return TrainState(**make_sharded(rng), static=abstract.static)
+    return TrainState(**made_sharded(make, rng, out_shardings, plan, "init_state"), static=abstract.static)
 
 
 @public()
@@ -118,16 +107,18 @@ def abstract_state(
 
 
 def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tuple[Any, TrainState]:
-    """Return what makes the fields of the state, and the abstract state."""
+    """Return a function that makes the fields of the state, and the abstract state."""
     check_init(init)
     check_optimizer(tx)
-    statics: list[Static] = []  # one for each trace
+    statics: list[Static] = []
 
     def make(rng: jax.Array) -> dict[str, PyTree]:
         model, specs = flax_nnx.built(init, key_of_init(rng))
         params, model_state, adapter = flax_nnx.split(model, wrt)
-        _check_arrays(params)
-        params, model_state = jax.tree.map(_strong, (params, model_state))
+        check_tree(params, arrays=True)
+        # jnp.full(8, 0.1) has a weak type, for which a step would be compiled twice
+        strong = lambda x: x.astype(x.dtype) if getattr(x, "weak_type", False) else x  # noqa: E731
+        params, model_state = jax.tree.map(strong, (params, model_state))
         trained = resolve(params, adapter, wrt)
         _check_collections(trained_part(params, trained))
         statics.append(Static(tx, adapter, specs, trained))
@@ -141,60 +132,21 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
         }
 
     shapes = jax.eval_shape(make, rng)
-    static = statics[0]
-    if static.adapter is not None and static.adapter.structure.may_differ:
-        jax.eval_shape(lambda rng: make(rng), rng)
-        _report_recompiling(*statics)
-    abstract = TrainState(**shapes, static=static)
+    abstract = TrainState(**shapes, static=statics[0])
     with noting_stacks() as stacks:
-        program = check_update(tx, trained_part(abstract.params, static.trained), abstract.opt_state)
+        program = check_update(tx, trained_part(abstract.params, abstract.static.trained), abstract.opt_state)
     report_products(plan, abstract, products(program), {path for stack in stacks for path in stack.paths})
     return make, abstract
 
 
-def _strong(leaf: Any) -> Any:
-    """Return an array without a weak type (`jnp.full(8, 0.1)`): a step returns none, and would be compiled twice."""
-    return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
-
-
-def _report_recompiling(first: Static, second: Static) -> None:
-    """Report once if two calls of `init` make modules that cannot be recognised as equal."""
-    if first.adapter != second.adapter:
-        name = first.adapter.structure.difference(second.adapter.structure)
-        notice(
-            f"every call of init makes another {name or 'structure'} of the model, which cannot be compared with the "
-            "one before: each new state compiles the step again; define it once, outside of init"
-        )
-
-
-def _report_multi_steps(opt_state: PyTree) -> None:
-    is_multi = lambda node: isinstance(node, optax.MultiStepsState)  # noqa: E731
-    if any(map(is_multi, jax.tree.leaves(opt_state, is_leaf=is_multi))):
-        notice(
-            "optax.MultiSteps keeps an accumulator between steps, synchronises every one of them, and averages their "
-            "means; make_train_step(accumulate=K) takes K microbatches of one batch instead, weighs examples alike, "
-            "and synchronises once under ddp and zero1"
-        )
-
-
 def _check_collections(trained: PyTree) -> None:
-    """Refuse linen's variables if they contain collections that are not parameters and would be trained."""
+    """Refuse linen's variables if collections other than the parameters would be trained."""
     if not isinstance(trained, Mapping) or "params" not in trained:
         return
     for name in LINEN_STATE & cast("Mapping[str, PyTree]", trained).keys():
         if jax.tree.leaves(trained[name]):
             raise UserError(
-                f"`init` returns parameters; it gave linen's variables, whose {name!r} would be trained as parameters. "
-                'Return `variables["params"]` alone. If calls change the other collections, have flax carry them: '
-                "`return nnx.bridge.ToNNX(module, rngs=nnx.Rngs(rng)).lazy_init(x)`; or freeze them, with "
-                '`wrt="params/*"`.'
-            )
-
-
-def _check_arrays(params: PyTree) -> None:
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if not isinstance(leaf, jax.Array | np.ndarray):
-            raise UserError(
-                f"`init` returns arrays only; {path_of(path) or 'the tree'} is {leaf!r}. Split the tree and close over "
-                "what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
+                f"`init` returns parameters; given linen's variables, whose {name!r} would be trained as parameters. "
+                'Return variables["params"], freeze the others (wrt="params/*"), or, if calls change them, return '
+                "nnx.bridge.ToNNX(module, rngs=nnx.Rngs(rng)).lazy_init(x)."
             )

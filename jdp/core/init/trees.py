@@ -3,6 +3,9 @@
 A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
 arrays) get their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters, as
 an optimizer's state does, and each leaf is sharded like its parameter.
+
+Keys, and the parameters that are trained (`wrt`), are resolved here for train states too. Frozen parameters have no
+gradient and no optimizer state, and may be of any dtype. They are sharded and gathered like the others.
 """
 
 from __future__ import annotations
@@ -12,19 +15,19 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from jdp.base.errors import UserError
+from jdp.base.formatting import listed
 from jdp.base.public import public
 from jdp.base.toml import cut, described
-from jdp.base.tree_paths import check_keys
+from jdp.base.tree_paths import check_keys, matches, path_of
 from jdp.core import flax_nnx
 from jdp.core.batch import plan_fact
 from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.plan import Plan, check_plan
-from jdp.core.random.user_keys import key_of_init, typed_key
-from jdp.core.sharding.placement import Placement
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import is_optimizer
@@ -67,26 +70,34 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
     if (rng is None) == (of is None):
         given = "neither" if rng is None else "both"
         raise UserError(
-            f"jdp.init takes rng, for a model, or of, for what belongs to one; given {given}. Write "
+            f"jdp.init takes either rng, for a model, or of, for an optimizer's state; given {given}. Write "
             "jdp.init(init, plan, rng=jax.random.key(0)), or jdp.init(tx.init, plan, of=params)."
         )
-    found: list[tuple[Any, Any]] = []  # (function leaves -> tree, specs of its metadata), one for each trace
+    traces: list[tuple[Any, Any]] = []  # (function leaves -> tree, specs of its metadata)
 
-    def make(given: Any) -> PyTree:
-        model, specs = flax_nnx.built(init, given if rng is None else key_of_init(given))
+    def make(argument: Any) -> PyTree:
+        model, specs = flax_nnx.built(init, argument if rng is None else key_of_init(argument))
         check_tree(model, of)
         tree, rebuild = flax_nnx.opened(model)
-        found.append((rebuild, specs))
+        traces.append((rebuild, specs))
         return tree
 
-    given = flax_nnx.parameters(of) if rng is None else typed_key(rng)
-    shapes = jax.eval_shape(make, given)
-    rebuild, specs = found[-1]
-    make_sharded = jax.jit(make, out_shardings=_shardings(shapes, plan, specs, of))
-    if of is None and len(processes_of(plan.mesh)) > 1:
-        agree("jdp.init", [plan_fact(plan), key_fact(given, "The key")], plan.mesh)
-        agree("jdp.init", [program_fact(make_sharded.lower(given))], plan.mesh)
-    return rebuild(make_sharded(given))
+    argument = flax_nnx.parameters(of) if rng is None else typed_key(rng)
+    shapes = jax.eval_shape(make, argument)
+    rebuild, specs = traces[-1]
+    shardings = _shardings(shapes, plan, specs, of)
+    if of is not None:
+        return rebuild(jax.jit(make, out_shardings=shardings)(argument))
+    return rebuild(made_sharded(make, argument, shardings, plan, "jdp.init"))
+
+
+def made_sharded(make: Callable[[Any], PyTree], key: jax.Array, shardings: PyTree, plan: Plan, caller: str) -> PyTree:
+    """Run `make(key)` as a program whose results have these shardings, after all processes agree on it."""
+    program = jax.jit(make, out_shardings=shardings)
+    if len(processes_of(plan.mesh)) > 1:
+        agree(caller, [plan_fact(plan), key_fact(key, "The key")], plan.mesh)
+        agree(caller, [program_fact(program.lower(key))], plan.mesh)
+    return program(key)
 
 
 @public()
@@ -104,9 +115,8 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
         of: the parameters that the tree belongs to, a module or a pytree. Needed for an optimizer or its state.
 
     Returns:
-        The same values on the plan's devices. A module is a new one; the old one stays as it is. An array that is
-        sharded like this already is the same array, as of `jax.device_put`: a step that donates its state takes it from
-        both.
+        The same values on the plan's devices. The tree that was given does not change. An array that already has its
+        sharding is returned itself, as by `jax.device_put`: a step that donates the result deletes it in both trees.
 
     Raises:
         ValueError: a rule or the metadata shards a dimension that does not divide. The tree holds something that is no
@@ -131,9 +141,8 @@ def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
     """Return a tree like `opened` (see `flax_nnx.opened`) of the sharding that each leaf has at rest."""
     refuse_offload(plan)
     if of is not None:
-        params: dict[str, Placement] = {}
-        for placement in jax.tree.leaves(plan.tree_placements(flax_nnx.split(of)[0], flax_nnx.metadata(of))):
-            params[placement.path] = placement
+        placements = plan.tree_placements(flax_nnx.split(of)[0], flax_nnx.metadata(of))
+        params = {placement.path: placement for placement in jax.tree.leaves(placements)}
         return jax.tree.map(plan.rest_sharding, plan.tree_placements(opened, of=params))
 
     def sharded(params: PyTree) -> PyTree:
@@ -143,7 +152,7 @@ def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
 
 
 def check_init(init: Any, *, of: bool = False) -> None:
-    """Check that `init` can be called with a key, or with parameters if `of`. Raises ValueError."""
+    """Check that `init` can be called with a key, or with parameters if `of`."""
     rule = f"`init` is a function of ({'params' if of else 'rng'}), which makes {'their tree' if of else 'the model'}"
     if flax_nnx.is_module(init) or not callable(init) or _is_model(init):
         fix = "Write lambda rng: Model(rngs=nnx.Rngs(rng)), or lambda rng: params for weights that exist"
@@ -152,7 +161,7 @@ def check_init(init: Any, *, of: bool = False) -> None:
         elif is_optimizer(init):
             fix = "Write the arguments in this order: jdp.init_state(init, tx, plan, rng=...)"
         raise UserError(f"{rule}; given {described(init)}. {fix}.")
-    is_class = isinstance(init, type)  # those of flax are made by a function of any arguments
+    is_class = isinstance(init, type)  # flax makes its classes by a function of any arguments
     try:
         signature = inspect.signature(init.__init__ if is_class else init)
     except (TypeError, ValueError):  # of a function that is not written in Python
@@ -167,7 +176,7 @@ def check_init(init: Any, *, of: bool = False) -> None:
 
 
 def _is_model(init: Any) -> bool:
-    """Return whether a callable is a model: an equinox module is a tree of arrays, one of linen has `apply`."""
+    """Return whether a callable is a model: an equinox module is a tree of arrays, a linen module has `apply`."""
     if isinstance(init, jax.tree_util.Partial):
         return False
     return hasattr(init, "apply") or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init))
@@ -178,26 +187,86 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
     check_keys(tree)
     if flax_nnx.is_optimizer(tree) and of is None:
         raise UserError(
-            "An optimizer's state is sharded like its parameters; given an nnx.Optimizer without them. "
-            "Pass the model: of=model."
+            "An optimizer's state is sharded like its parameters; given an nnx.Optimizer alone. Pass its model: "
+            "of=model."
         )
     if (path := flax_nnx.module_inside(tree)) is not None:
         raise UserError(
             f"A tree is one module, one nnx.Optimizer, or a pytree of arrays; given a {type(tree).__name__} with a "
-            f"module at {path}. Pass each by itself."
+            f"module at {path}. Pass each module by itself."
         )
     for path, leaf in jax.tree.leaves_with_path(flax_nnx.opened(tree)[0]):
         if not hasattr(leaf, "dtype") and (arrays or not isinstance(leaf, int | float | complex)):
             raise UserError(
-                f"A tree that is laid out holds arrays only; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Split "
-                "it, and close over what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
+                f"A tree to shard holds arrays only; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Close over "
+                "everything else (in equinox: params, static = eqx.partition(model, eqx.is_array))."
             )
 
 
 def refuse_offload(plan: Plan) -> None:
-    """Refuse a plan that keeps a part of a train state on the host. Raises ValueError."""
+    """Refuse a plan that keeps a part of a train state on the host."""
     if plan.offload is not None:
         raise UserError(
-            f"A custom loop keeps its arrays on the devices; given a plan with offload={plan.offload!r}. Take a "
-            "plan without it, or jdp.make_train_step, which fetches its state from the host."
+            f"A custom loop keeps its arrays on the devices; given a plan with offload={plan.offload!r}. Leave it out, "
+            "or use jdp.make_train_step, which fetches its state from the host."
         )
+
+
+def key_of_init(rng: jax.Array) -> jax.Array:
+    """Return the key that `init` gets of a user's seed: one seed makes one model, by whatever function."""
+    return jax.random.fold_in(rng, 0)
+
+
+def typed_key(rng: Any) -> jax.Array:
+    """Return `rng` as a typed key; a legacy uint32 key is accepted as well."""
+    rule = "rng is one key, such as jax.random.key(0)"
+    if not isinstance(getattr(rng, "shape", None), tuple):  # an nnx.Rngs has every attribute
+        given = repr(rng) if rng is None or isinstance(rng, int | float | str) else f"a {type(rng).__name__}"
+        fix = "Pass a key that it makes: rngs.params()" if callable(rng) else "Make one from the seed"
+        raise UserError(f"{rule}; given {given}. {fix}.")
+    try:
+        key = rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{rule}; given {described(rng)}. Pass one.") from error
+    if key.shape:
+        raise UserError(f"{rule}; given keys of shape {list(key.shape)}. Pass one.")
+    return key
+
+
+def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
+    """Return for each leaf of `params`, in order, whether it is trained (`wrt`); None if all are."""
+    leaves = jax.tree.leaves_with_path(params)
+    if not leaves:
+        raise UserError("A model must have parameters: a module or a pytree with arrays; given one without. Add some.")
+    paths = [path_of(path) for path, _ in leaves]
+    selected = _selected(paths, adapter, wrt)
+    for (_, leaf), path, trained in zip(leaves, paths, selected, strict=True):
+        if trained and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise UserError(
+                f"Every parameter that is trained must be floating point; {path} is {leaf.dtype}. Freeze it (wrt="
+                "patterns of what is trained), or keep it out of the parameters (in NNX: a variable that is not an "
+                "nnx.Param). Split complex weights into real and imaginary parts."
+            )
+    return None if all(selected) else selected
+
+
+def _selected(paths: list[str], adapter: Any, wrt: Any) -> tuple[bool, ...]:
+    if wrt is None:
+        return (True,) * len(paths)
+    if flax_nnx.is_pattern(wrt):
+        patterns = [wrt] if isinstance(wrt, str) else wrt
+        for pattern in patterns:
+            if not any(matches(path, pattern) for path in paths):
+                raise UserError(
+                    f"Every pattern of `wrt` must match a parameter; {pattern!r} matches none of {listed(paths, 5)}."
+                )
+        selected = tuple(matches(path, patterns) for path in paths)
+    elif adapter is None:
+        raise UserError(
+            f"For a pytree, `wrt` is a path pattern or a sequence of them ('head/*'); given {wrt!r}. Write patterns."
+        )
+    else:
+        selected = flax_nnx.matches(adapter, paths, wrt)
+    if not any(selected):
+        raise UserError(f"`wrt` must leave something to train; {wrt!r} matches none of {listed(paths, 5)}.")
+    return selected

@@ -1,11 +1,10 @@
-"""The collectives that a step issues, read from its trace before it is compiled: ZeRO-3's gathers above all.
+"""The collectives of a step, read from its trace before it is compiled: above all the gathers of ZeRO-3.
 
-The gather boundary (`boundary.gather_with_reduced_grad`) names each gather after its parameter, and `TracedLoss` marks
-those at the top of the loss. A trace without its dead code has one operation for each gather. A weight is gathered once
-at the top of the loss, or in a layer loop once in each pass that needs it. Operations in a scan count as often as it
-runs.
+The gather boundary (`boundary.Boundary`) names each gather after its parameter, and `TracedLoss` marks the gathers at
+the top of the loss. Without dead code, a trace has one operation for each gather. A weight is gathered once at the top
+of the loss, or in a layer loop once in each pass that needs it. An operation in a scan counts once for each iteration.
 
-Collectives of the loss itself have their source lines in the trace. XLA drops those when it combines collectives.
+The trace has the source lines of the loss' own collectives, which XLA drops when it combines collectives.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jdp.core.reading.jaxprs import every_eqn, every_run, source_lines
 
 UPDATE = "optimizer_update"
-"""The name, in XLA's names of operations, of the optimizer's update."""
-_AT_TOP = "gather_at_top"
+"""The name scope of the optimizer's update, also in XLA's names of operations."""
+AT_TOP = "gather_at_top"
+"""The name scope of gathers at the top of the loss."""
 _PARAMETER = re.compile(r"gather\[([^\]]*)\]")
 _REDUCTION = re.compile(r"reduce(_layer)?\[([^\]]*)\]")
-_GATHERS = ("all_gather", "sharding_constraint")  # issued by hand; and what XLA makes a gather of
+_GATHERS = ("all_gather", "sharding_constraint")  # XLA turns the second into a gather
 _KINDS = {
     "all_gather": "all-gather",
     "psum": "all-reduce",
@@ -41,35 +41,25 @@ _KINDS = {
 }
 
 
-def top_scope() -> AbstractContextManager[Any]:
-    """Mark the gathers traced inside as made at the top of the loss, for all of it."""
-    return jax.named_scope(_AT_TOP)
-
-
 def parameter_scope(path: str) -> AbstractContextManager[Any]:
-    """Mark the gather traced inside as that of the parameter at `path`."""
+    """Mark the gather that is traced inside with the path of its parameter."""
     return jax.named_scope(f"gather[{quote(path, safe='/')}]")
 
 
 def reduction_scope(path: str, of_layer: bool) -> AbstractContextManager[Any]:
-    """Mark what is traced inside as the reduction of a gradient: of the parameter at `path`, or of a layer of it."""
+    """Mark operations as the reduction of the gradient of the parameter at `path`, or of one layer of it."""
     return jax.named_scope(f"reduce{'_layer' if of_layer else ''}[{quote(path, safe='/')}]")
-
-
-def update_scope() -> AbstractContextManager[Any]:
-    """Mark what is traced inside as the optimizer's update."""
-    return jax.named_scope(UPDATE)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a step gathers of one parameter, in one place.
+    """The gathers of one parameter at one place of a step.
 
     Attributes:
         path: of the parameter, such as "layers/mlp/up/kernel".
         at_top: True if it is gathered at the top of the loss and kept for the backward pass, False if in a layer loop.
-        elements: on a device after each gather, its own shard included, summed over the gathers of a step.
-        payload_bytes: of those elements, in the dtype that is sent.
+        elements: on a device after each gather, including its own shard, summed over the gathers of a step.
+        payload_bytes: of these elements, in the dtype that is sent.
     """
 
     path: str
@@ -89,14 +79,14 @@ class Issued:
 
 @dataclass(frozen=True)
 class TracedCollectives:
-    """The collectives of a traced step: parameters that ZeRO-3 gathers, by first use, and all that are not gathers."""
+    """The collectives of a traced step: the parameters that ZeRO-3 gathers, by first use, and all others."""
 
     gathered: tuple[Gathered, ...]
     issued: tuple[Issued, ...]
 
 
 def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
-    """Read the collectives of a step from its trace, dead code left out."""
+    """Read the collectives of a step from its trace, without dead code."""
     jaxpr = traced.jaxpr.jaxpr
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     sums: dict[tuple[str, bool], tuple[int, int]] = {}
@@ -107,7 +97,7 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
             sharding = eqn.params.get("sharding")  # of a constraint, whose result is global
             shape = result.shape if sharding is None else sharding.shard_shape(result.shape)
             elements = times * math.prod(shape)
-            key = unquote(match[1]), _AT_TOP in scope
+            key = unquote(match[1]), AT_TOP in scope
             before = sums.get(key, (0, 0))
             sums[key] = (before[0] + elements, before[1] + elements * result.dtype.itemsize)
         elif eqn.primitive.name in _KINDS:
@@ -118,14 +108,14 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
 
 
 def gathers_by_layer(jaxpr: Any) -> bool:
-    """Return True if a trace gathers a parameter elsewhere than at the top of the loss."""
-    return any(_PARAMETER.search(scope) and _AT_TOP not in scope for _, _, scope in _collectives(jaxpr))
+    """Return True if a trace gathers a parameter in a layer loop."""
+    return any(_PARAMETER.search(scope) and AT_TOP not in scope for _, _, scope in _collectives(jaxpr))
 
 
 def reduced_by_layer(jaxpr: Any) -> dict[str, tuple[int, int]]:
-    """Return for each parameter how many elements a trace reduces, in all layers and uses, and in how many layers.
+    """Return for each parameter the elements that a trace reduces, in all layers and uses, and the number of layers.
 
-    {} without layers, and where a branch of a condition reduces: only some calls would.
+    Returns {} without layers, and if a branch of a condition reduces, because not every call does.
     """
     sums: dict[str, Counter[str]] = {}
     layers = Counter[tuple[str, str]]()

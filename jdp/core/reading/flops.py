@@ -12,7 +12,7 @@ _ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # cuDNN
 def count_flops(jaxpr: Any) -> int:
     """Return the FLOPs of the matrix products and convolutions in a jaxpr: 2 for each multiplication and addition.
 
-    A scan counts as often as it runs, a `while` loop of unknown length once, of branches the one with most FLOPs.
+    A scan counts once for each iteration, a `while` loop once, and a condition as its branch with the most FLOPs.
     """
     return sum(times * _flops(eqn) for eqn, times in _products(jaxpr))
 
@@ -27,8 +27,8 @@ def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
             yield from _products(max(jaxprs_in_params(eqn.params), key=count_flops), times)
         else:
             rounds = eqn.params["length"] if name == "scan" else 1
-            if name == "shard_map":  # its body is one device's share
-                manual = eqn.params.get("newly_manual_axes") or eqn.params["manual_axes"]  # the name in jax 0.10; since
+            if name == "shard_map":  # its body is the work of one device
+                manual = eqn.params.get("newly_manual_axes") or eqn.params["manual_axes"]  # its name in jax 0.10
                 rounds = math.prod(eqn.params["mesh"].shape[axis] for axis in manual)
             for inner in jaxprs_in_params(eqn.params):
                 yield from _products(inner, times * rounds)
@@ -42,7 +42,7 @@ def _flops(eqn: Any) -> int:
     if name == "conv_general_dilated":
         kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
         return 2 * eqn.outvars[0].aval.size * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
-    # cuDNN's attention: all scores, as they are counted of products; two of these forward, five backward
+    # cuDNN's attention, with masked scores: two products forward, five backward
     queries, keys = eqn.invars[0].aval, eqn.invars[1].aval
     length = keys.shape[1 if eqn.params["layout"] == 0 else 2]  # [batch, length, heads, width], or heads first
     if name.startswith(_ATTENTION[1]):

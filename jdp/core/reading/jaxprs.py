@@ -1,4 +1,4 @@
-"""Reading and running jaxprs: what an operation runs inside, its user's source line, the same on other operands."""
+"""Read and run jaxprs: the operations, their source lines, and their evaluation on other operands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jdp.base.tree_paths import PACKAGE
 
 _Value = TypeVar("_Value")
 _MOVES = ("convert_element_type", "copy", "mul", "pad", "reshape", "sharding_constraint", "squeeze", "transpose")
-"""Operations that change how a gradient looks, after the backward pass has made it."""
+"""Operations that only change the layout, dtype or scale of a gradient."""
 ELEMENTWISE = frozenset(
     """
     abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv exp exp2 expm1
@@ -23,13 +23,13 @@ ELEMENTWISE = frozenset(
     rem round rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905
 )
-"""Operations whose results have at each place what they make of the operands' elements there, or of scalars."""
+"""Operations that compute each element from the operands' elements at the same position, or from scalars."""
 DECOMPOSITIONS = frozenset(
     "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal".split()  # noqa: SIM905
 )
 """Operations on the last two dimensions."""
 CALLS = ("jit", "closed_call", "checkpoint", "remat2", "shard_map", "custom_jvp_call", "custom_vjp_call")
-"""Operations that run one jaxpr once, on their operands."""
+"""Operations that run a jaxpr once, on their operands."""
 REDUCTIONS = frozenset(
     "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
 )
@@ -54,7 +54,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """Return how many operands of a scan are constants, and how many are carried."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    constants, carried, _ = eqn.params["ft_in"].unpack()  # since jax 0.12: trees, whose length is that of their leaves
+    constants, carried, _ = eqn.params["ft_in"].unpack()  # since jax 0.12
     return len(constants), len(carried)
 
 
@@ -73,10 +73,10 @@ def _operands_passed_on(eqn: JaxprEqn) -> list[int | None]:
     name, inner = eqn.primitive.name, list(jaxprs_in_params(eqn.params))
     if name in CALLS:
         return _passed_on_inputs(inner[0])
-    if name == "cond":  # the first operand chooses
+    if name == "cond":  # the first operand selects the branch
         found = [_passed_on_inputs(branch) for branch in inner]
         return [None if len({*each}) > 1 or each[0] is None else each[0] + 1 for each in zip(*found, strict=True)]
-    if name == "scan":  # what is carried on unchanged, and rows that are given back
+    if name == "scan":  # carries that do not change, and inputs that are returned
         constants, carried = scan_counts(eqn)
         found = _passed_on_inputs(inner[0])
         kept = [n if n == constants + place else None for place, n in enumerate(found[:carried])]
@@ -96,7 +96,7 @@ def _passed_on_inputs(jaxpr: Jaxpr) -> list[int | None]:
 
 
 def places_made(jaxpr: Jaxpr) -> list[int]:
-    """Return for each output the place of the operation that computes it, moves and casts after it left out."""
+    """Return for each output the index of the operation that computes it, ignoring later moves and casts."""
     made = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
     def place_of(var: Any) -> int:
@@ -112,13 +112,13 @@ def places_made(jaxpr: Jaxpr) -> list[int]:
 
 
 def source_lines(eqn: JaxprEqn) -> list[str]:
-    """Return "file:line (function)" of the calls that led to an operation, innermost first, without JAX's own."""
+    """Return "file:line (function)" of the calls that led to an operation, innermost first, without JAX's."""
     text = source_info_util.summarize(eqn.source_info, num_frames=sys.maxsize)
     return [re.sub(r":(\d+):\d+ ", r":\1 ", line) for line in reversed(text.splitlines())]  # without the column
 
 
 def user_line(eqn: JaxprEqn) -> str:
-    """Return "file:line (function)" of the innermost call that is in no installed package and not in jdp."""
+    """Return "file:line (function)" of the innermost call outside of installed packages and jdp."""
     lines = source_lines(eqn)
     own = (line for line in lines if "site-packages" not in line and not line.startswith(f"{PACKAGE}{os.sep}"))
     return next(own, next(iter(lines), "an unknown line"))
@@ -130,7 +130,7 @@ def run(
     operation: Callable[[JaxprEqn, list[Any]], list[Any]] | None = None,
     consts: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Evaluate a jaxpr, each operation by `operation`, with other constants than its own if they are given."""
+    """Evaluate a jaxpr, each operation by `operation`; `consts` replace its constants."""
     jaxpr, own = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, own if consts is None else consts, strict=True))
     values |= zip(jaxpr.invars, arrays, strict=True)

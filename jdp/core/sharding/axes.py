@@ -1,7 +1,4 @@
-"""The axes of a mesh: their names, the rules about their sizes, their product, and the divisor of a batch's rows.
-
-It needs no JAX.
-"""
+"""The axes of a mesh: names, rules about sizes, their product, and the divisor of a batch's rows. It needs no JAX."""
 
 import math
 from collections.abc import Mapping
@@ -12,15 +9,15 @@ from jdp.base.toml import LONGEST, cut
 from jdp.base.words import is_integer
 
 DATA = "data"
-"""The axis that carries the batch, and that ZeRO shards over."""
+"""The axis over which the batch is split, and ZeRO shards."""
 REPLICA = "replica"
-"""The axis over slow links: it carries the batch too, and the state is replicated over it (HSDP)."""
+"""The axis over slow links: the batch is split over it too, and the state is replicated over it (HSDP)."""
 
 
 def axis_sizes(axes: Mapping[str, int], count: int, how: str = " (on CPU: --devices {0})") -> dict[str, int]:
-    """Return the sizes of a mesh of `count` devices, its -1 filled in: axis -> size, in the order given.
+    """Return the sizes of a mesh of `count` devices, with its -1 filled in: axis -> size, in the same order.
 
-    `how` tells in the error how to run on {0} devices.
+    `how` says in the error how to run on {0} devices.
     """
     check_axes(axes)
     known = math.prod(size for size in axes.values() if size != -1)
@@ -41,23 +38,18 @@ def axis_sizes(axes: Mapping[str, int], count: int, how: str = " (on CPU: --devi
 
 
 def check_axes(axes: Mapping[str, int]) -> None:
-    """Check the rules about a mesh that hold for any number of devices: names, sizes, `data`, at most one -1."""
+    """Check the rules for any number of devices: names, sizes, `data`, at most one -1."""
     for name, size in axes.items():
         if not name.isidentifier() or name == "devices" or len(name) > LONGEST:
-            raise UserError(
-                f"Mesh axes are named like variables, and not `devices`; given {cut(repr(name))}. Rename it."
-            )
+            rule = "Mesh axes are named like variables, and not `devices`"
+            raise UserError(f"{rule}; given {cut(repr(name))}. Rename it.")
         if not is_integer(size):
             raise UserError(f"Mesh axes are integers, as in make_mesh(data=8); given {name}={size!r}. Give an integer.")
     if any(size < 1 and size != -1 for size in axes.values()) or list(axes.values()).count(-1) > 1:
-        raise UserError(
-            f"Mesh axes are positive sizes, at most one of them -1 (what is left); given {factors(axes)}. "
-            "Write 1 or more, or -1 for one axis."
-        )
+        rule = "Mesh axes are positive sizes, and one may be -1 (the rest)"
+        raise UserError(f"{rule}; given {factors(axes)}. Write 1 or more, or -1 for one axis.")
     if DATA not in axes:
-        raise UserError(
-            f"A mesh needs a `data` axis; given {factors(axes)}. Add data=-1 to take the devices that are left."
-        )
+        raise UserError(f"A mesh needs a `data` axis; given {factors(axes)}. Add data=-1 for the remaining devices.")
 
 
 def factors(sizes: Mapping[str, int]) -> str:
@@ -73,17 +65,17 @@ def equation(sizes: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class BatchUnit:
-    """The divisor of a global batch's rows, as named factors. Every rule about it is here."""
+    """The divisor of a global batch's rows, as named factors."""
 
     factors: Mapping[str, int]
 
     @property
     def rows(self) -> int:
-        """The divisor: all factors multiplied."""
+        """The product of the factors."""
         return math.prod(self.factors.values())
 
     def round_up(self, rows: int) -> int:
-        """Return the least multiple of the divisor that is not below `rows`."""
+        """Return the smallest multiple of the divisor that is not below `rows`."""
         return -(-rows // self.rows) * self.rows
 
     def rule(self, rows: int, subject: str = "a batch's rows") -> str:
@@ -91,7 +83,7 @@ class BatchUnit:
         return f"{subject} must divide by {equation(self.factors)}; given {rows}"
 
     def check(self, rows: int, subject: str = "a batch's rows", *, microbatches: bool = True) -> None:
-        """Check a number of rows; `microbatches` False if a step may divide them further, which the error then says."""
+        """Check a number of rows. With `microbatches` False the error says that a step may divide them further."""
         if not is_integer(rows):
             raise UserError(f"{subject} are an integer; given {rows!r}. Give a multiple of {self.rows}.")
         if rows < 1 or rows % self.rows:

@@ -1,11 +1,11 @@
-"""Host memory: the leaves of a state in their host's pinned memory, and how a step moves them.
+"""Host memory: the leaves of a state in their host's pinned memory, and the functions that move them.
 
 `Plan(..., offload="optimizer")` chooses the leaves (`Placement.memory`); their shardings have the memory kind
-`pinned_host`. JAX moves an array by `jax.device_put` to a memory space. Inside a jitted function XLA makes this a copy
-that runs beside kernels.
+`pinned_host`. `jax.device_put` to a memory space moves an array. Inside a jitted function XLA makes this a copy that
+runs beside kernels.
 
-Devices that are only described (`jdp plan --target`) list no memories, and JAX drops the memory kind of their
-shardings. `mark_host_leaves` writes it into the lowered program.
+Described devices (`jdp plan --target`) list no memories, and JAX drops the memory kind of their shardings.
+`mark_host_leaves` writes it into the lowered program.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxlib.mlir import ir
 
 from jdp.base.errors import UserError
-from jdp.core.sharding.placement import Placement
 from jdp.core.types import PyTree
 
 PINNED = "pinned_host"
-"""JAX's name for memory of the host that the devices copy from and to without the processor."""
+"""JAX's name for host memory that devices access without the processor."""
 OFFLOADS = ("optimizer",)
 """The values of `Plan.offload`, besides None."""
 
@@ -33,32 +32,21 @@ def check_offload(offload: str | None, mesh: Mesh) -> None:
         return
     if offload not in OFFLOADS:
         raise UserError(
-            f'offload is "optimizer", which keeps optimizer state in host memory, or None; given '
-            f"{offload!r}. Leave it out."
+            f'offload is "optimizer" (optimizer state in host memory) or None; given {offload!r}. Leave it out.'
         )
-    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    if own:
-        check_memory_kinds([memory.kind for memory in own[0].addressable_memories()], own[0].platform)
-
-
-def check_memory_kinds(kinds: list[str], platform: str) -> None:
-    """Check that these kinds of memory include pinned host memory; [] is a device that is only described."""
-    if kinds and PINNED not in kinds:
-        raise UserError(
-            f'offload="optimizer" needs devices that reach pinned host memory ({PINNED!r}); given {platform} devices '
-            f"with {', '.join(kinds)}. Leave offload out, or take more devices and a ZeRO strategy."
-        )
+    for device in mesh.devices.flat:
+        ours = device.process_index == jax.process_index()
+        kinds = [memory.kind for memory in device.addressable_memories()] if ours else []
+        if kinds and PINNED not in kinds:  # a described device lists none
+            given = f"{device.platform} devices with {', '.join(kinds)}"
+            rule = f'offload="optimizer" needs devices that reach pinned host memory ({PINNED!r})'
+            raise UserError(f"{rule}; given {given}. Leave offload out.")
 
 
 def is_described(mesh: Mesh) -> bool:
-    """Return True for a mesh of devices that are only described, which list no memories."""
+    """Return True for a mesh of described devices, which list no memories."""
     device = mesh.devices.flat[0]
     return device.process_index == jax.process_index() and not device.addressable_memories()
-
-
-def rest_sharding(mesh: Mesh, placement: Placement) -> NamedSharding:
-    """Return the sharding of a leaf between steps, with the memory kind of the host for a leaf there."""
-    return NamedSharding(mesh, placement.rest, memory_kind=PINNED if placement.on_host else None)
 
 
 def to_device(x: jax.Array) -> jax.Array:
@@ -79,7 +67,7 @@ def is_on_host(x: Any) -> bool:
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """Return a tree whose leaves are in device memory: leaves in host memory are copied, others stay as they are."""
+    """Return a tree whose leaves are in device memory: copies of those in host memory, and the others unchanged."""
 
     def moved(leaf: Any) -> Any:
         if not is_on_host(leaf):
@@ -94,14 +82,14 @@ def on_device(tree: PyTree) -> PyTree:
     return jax.tree.map(moved, tree) if any(map(is_on_host, jax.tree.leaves(tree))) else tree
 
 
-_PLACEMENT = "annotate_device_placement"  # the custom call by which JAX tells XLA where an array is
+_PLACEMENT = "annotate_device_placement"  # JAX's custom call that tells XLA an array's memory
 
 
 def mark_host_leaves(lowered: jax.stages.Lowered) -> None:
-    """Give a program that was lowered for described devices the memory kinds of its arguments and results.
+    """Add the memory kinds of arguments and results to a program that was lowered for described devices.
 
-    An argument is a host argument if the program declares it in host memory before it uses it, as `fetched` does. A
-    result is a host result if the program moves it there last.
+    An argument is in host memory if the program declares this before it uses the argument, as `fetched` does. A result
+    is in host memory if the program moves it there last.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:

@@ -1,4 +1,4 @@
-"""The leaves of a tree as a table: path, dtype and shape, spec and bytes on a device, known without their elements."""
+"""The leaves of a tree as a table: path, dtype and shape, spec and bytes on a device. No element is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jdp.core.sharding.placement import Placement, bytes_per_device
 from jdp.core.types import PyTree
 
 IN_A_TERMINAL, IN_A_NOTEBOOK = 24, 120
-"""Leaves of a table; of more, those in the middle are left out."""
+"""The most leaves that a table shows; it leaves out the middle of a longer list."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Leaf:
 
     path: str
     array: str
-    lies: str
+    sharding: str
     elements: int
     bytes_per_device: int
     why: str = ""
@@ -46,34 +46,26 @@ def _leaf(path: str, value: Any) -> Leaf:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if not isinstance(shape, tuple) or dtype is None:
         return Leaf(path, type(value).__name__, "no array", 0, 0)
-    traced = isinstance(value, Tracer)  # whose sharding is the compiler's
+    traced = isinstance(value, Tracer)  # the compiler chooses its sharding
     sharding, part = None if traced else getattr(value, "sharding", None), shape
     if isinstance(sharding, jax.sharding.Sharding):
         with suppress(ValueError):  # a spec that does not fit
             part = sharding.shard_shape(shape)
-    held = bytes_per_device(part, dtype, 1)
-    known, on_host = sharding is not None or isinstance(value, np.ndarray | np.generic), _is_on_host(sharding)
-    words, where = f"{dtype}{[*shape]}", _lies(value, sharding)
-    return Leaf(path, words, where, math.prod(shape), held, is_sharding_known=known, on_host=on_host)
-
-
-def _is_on_host(sharding: Any) -> bool:
-    return getattr(sharding, "memory_kind", None) == PINNED
-
-
-def _lies(value: Any, sharding: Any) -> str:
-    """Return the place of an array: its spec, and anything unusual about it."""
-    if isinstance(value, Tracer | np.ndarray | np.generic):
-        return "being traced" if isinstance(value, Tracer) else "NumPy"
-    where = "not said" if sharding is None else type(sharding).__name__
+    known = sharding is not None or isinstance(value, np.ndarray | np.generic)
+    on_host = getattr(sharding, "memory_kind", None) == PINNED
+    words = type(value if sharding is None else sharding).__name__
     if isinstance(sharding, NamedSharding):
-        where = f"{sharding.spec}" + (" in host memory" if _is_on_host(sharding) else "")
-    return f"{where}, donated" if isinstance(value, jax.Array) and value.is_deleted() else where
+        words = f"{sharding.spec}"
+    words += " in host memory" * on_host
+    if isinstance(value, jax.Array) and not traced and value.is_deleted():
+        words += ", donated"
+    size, array = math.prod(shape), f"{dtype}{[*shape]}"
+    return Leaf(path, array, words, size, bytes_per_device(part, dtype, 1), is_sharding_known=known, on_host=on_host)
 
 
 def leaf_table(leaves: Sequence[Leaf], most: int) -> list[tuple[str, ...]]:
-    """Return headings, a row for each leaf, one for each part of the tree and one for all of it."""
-    rows = [(leaf.path, leaf.array, leaf.lies, _held([leaf]), leaf.why) for leaf in leaves]
+    """Return headings, a row for each leaf, a row for each part of the tree and a row for all of it."""
+    rows = [(leaf.path, leaf.array, leaf.sharding, _held([leaf]), leaf.why) for leaf in leaves]
     if len(leaves) > most:
         first, last = most - most // 2, len(leaves) - most // 2
         rows[first:last] = [_sum(f"… {last - first} leaves left out", leaves[first:last])]
@@ -82,7 +74,7 @@ def leaf_table(leaves: Sequence[Leaf], most: int) -> list[tuple[str, ...]]:
         parts.setdefault(leaf.path.partition("/")[0], []).append(leaf)
     if len(parts) > 1:
         rows += [_sum(f"all of {name}", of) for name, of in parts.items() if len(of) > 1]
-    rows = [("leaf", "array", "lies as", "a device", "why"), *rows, _sum("total", leaves)]
+    rows = [("leaf", "array", "sharded as", "a device", "why"), *rows, _sum("total", leaves)]
     if on_host := [leaf for leaf in leaves if leaf.on_host]:
         rows.append(_sum("of it in host memory", on_host))
     return rows if any(leaf.why for leaf in leaves) else [row[:-1] for row in rows]

@@ -1,15 +1,15 @@
-"""Find the parameter that a leaf of the optimizer state belongs to, and derive the leaf's specs from that parameter's.
+"""Find the parameter of a leaf of the optimizer state, and derive the leaf's specs from the parameter's specs.
 
-An optimizer maps over the parameters, so its state holds trees of the parameters' own structure, whatever wraps them
-(`chain`, `masked`, `multi_transform`, ...). A leaf in such a tree has the parameter's path inside its own path. Then
-the shapes decide.
+An optimizer maps over the parameters, so its state holds trees of the parameters' structure, in any wrapper (`chain`,
+`masked`, `multi_transform`, ...). A leaf in such a tree has the parameter's path inside its own path. Then the shapes
+decide.
 - Equal: it mirrors the parameter (moments, averages, accumulated gradients).
-- Dimensions missing or of size 1 (factored moments of adafactor and sm3), or more in front (lbfgs' history): the spec's
-  entries for the dimensions that both have.
-- Else (a second-order block [k, k]): the leaf is placed by its own shape, and the reason states it.
+- Dimensions missing or of size 1 (factored moments of adafactor and sm3), or additional ones in front (lbfgs' history):
+  the spec's entries for the common dimensions.
+- Otherwise (a second-order block [k, k]): the leaf is placed by its own shape, as its reason says.
 
-`optax.tree_map_params` finds the same trees by running the optimizer's `init` on a placeholder (a test compares the
-two). It fails on an `init` that reads shapes or names a parameter, and does not give the parameter of a leaf.
+`optax.tree_map_params` finds the same trees by running the optimizer's `init` on a placeholder. It fails on an `init`
+that reads shapes or names a parameter, and does not give the parameter of a leaf.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPLICATED = PartitionSpec()
 
 @dataclass(frozen=True)
 class LeafSpecs:
-    """The specs of a leaf of the optimizer state; not `final`: its own dimensions may be sharded further."""
+    """The specs of a leaf of the optimizer state; if not `final`, its dimensions may be sharded further."""
 
     rest: PartitionSpec
     compute: PartitionSpec
@@ -56,7 +56,7 @@ def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Place
 
 
 def owner_of(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
-    """Return the parameter whose path is part of `path`: the one nearest to its end, and of those the longest.
+    """Return the parameter whose path is part of `path`: the nearest to its end, then the longest.
 
     Wrappers may also take the parameters apart: lookahead's optimizer has `w` for the parameter `fast/w`.
     """
@@ -76,7 +76,7 @@ def owner_of(path: str, shape: tuple[int, ...], params: Mapping[str, Placement])
 
 
 def _parameter_dims(shape: tuple[int, ...], parameter: Placement) -> tuple[int | None, ...] | None:
-    """Return the parameter's dimension for each of a leaf's, None for one that only the leaf has; None if none fit."""
+    """Return the parameter's dimension for each dimension of a leaf, or None for its own; None if they do not fit."""
     full = parameter.shape
     extra = len(shape) - len(full)
     if extra > 0:

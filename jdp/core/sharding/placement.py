@@ -1,4 +1,4 @@
-"""How one leaf is sharded: its compute spec, its rest spec, its bytes on a device, and the reason.
+"""The sharding of one leaf: its compute spec, its rest spec, its bytes on a device, and the reason.
 
 The compute spec shards over the model's own axes only. The rest spec is the compute spec plus `data` on one more
 dimension, which `rest_spec` chooses. ZeRO is the difference between the two.
@@ -20,7 +20,7 @@ INDIVISIBLE = "replicated: no dimension"
 
 @dataclass(frozen=True)
 class Placement:
-    """How one leaf of the state is sharded, and why.
+    """The sharding of one leaf of the state, with the reason.
 
         >>> kernel = next(p for p in plan.placements(state) if p.path == "params/kernel")
         >>> kernel.rest, kernel.bytes_per_device
@@ -37,7 +37,7 @@ class Placement:
         bytes_per_device: bytes at rest of one device's part.
         reason: why it is sharded or replicated, in words.
         trained: True if a step changes it; False for frozen parameters (`wrt`).
-        memory: the memory that these bytes are in: "device", or "host" (`Plan.offload`).
+        memory: "device", or "host" (`Plan.offload`).
     """
 
     path: str
@@ -105,12 +105,8 @@ def keep_axes(axes: set[str], entry: object) -> object:
 
 
 def shards(spec: Iterable[object], mesh_shape: Mapping[str, int]) -> int:
-    """Return into how many shards `spec` splits an array, on a mesh with these axes (axis -> size)."""
-    count = 1
-    for entry in spec:
-        if entry is not None:
-            count *= math.prod(map(mesh_shape.__getitem__, axes_of(entry)))
-    return count
+    """Return the number of shards of an array with this spec, on a mesh with these axes (axis -> size)."""
+    return math.prod(mesh_shape[axis] for entry in spec for axis in axes_of(entry))
 
 
 def bytes_per_device(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, pieces: int) -> int:
@@ -129,10 +125,10 @@ def rest_spec(
 ) -> tuple[PartitionSpec, str]:
     """Add `data` to one dimension of the compute spec.
 
-    The dimension is the largest that divides by the size of `data`. Dimensions that no axis of the model's shards come
-    first. Of equals the first is taken, because a gather along the major dimension needs no transpose. The leading
-    dimension of an array of rank 3 or more comes last. It may be the layers of a scan, and then each layer would be on
-    few devices instead of on all.
+    This is the largest dimension that divides by the size of `data`. Dimensions that no axis of the model's shards come
+    first. Among equals the first is chosen, because a gather along the major dimension needs no transpose. The leading
+    dimension of an array of rank 3 or more comes last. It may be the layers of a scan: each layer would be on few
+    devices instead of all.
     """
     count = mesh_shape[DATA]
     if count == 1:

@@ -43,16 +43,14 @@ STRATEGIES: dict[StrategyName, Strategy] = {
 }
 
 
-_REPLICATED = ", with a replica axis in the mesh"
 _CALLED = {
-    **dict.fromkeys(("fsdp", "fsdp2", "fullshard", "fullyshard", "fullyshardeddataparallel"), "zero3"),
-    **dict.fromkeys(("hsdp", "hybridshard"), "zero3" + _REPLICATED),
+    **dict.fromkeys(("fsdp", "fsdp2", "fullshard", "fullyshard"), "zero3"),
+    **dict.fromkeys(("hsdp", "hybridshard"), "zero3, with a replica axis in the mesh"),
     "shardgradop": "zero2",
-    "hybridshardzero2": "zero2" + _REPLICATED,
-    **dict.fromkeys(("dp", "noshard", "pmap", "dataparallel", "distributeddataparallel"), "ddp"),
-    **dict.fromkeys(("zero", "deepspeed", "deepspeedzero"), "zero1, zero2 or zero3, by its stage"),
+    **dict.fromkeys(("dp", "noshard", "pmap"), "ddp"),
+    **dict.fromkeys(("zero", "deepspeed"), "zero1, zero2 or zero3, by its stage"),
 }
-"""Another library's name for a strategy, in small letters and digits alone -> the strategy."""
+"""Another library's name for a strategy, in small letters and digits -> the strategy."""
 
 
 def strategy(name: str) -> Strategy:

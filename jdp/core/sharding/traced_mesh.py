@@ -1,7 +1,6 @@
 """The mesh that code is traced for: a model may read it to choose among forms of the same computation.
 
-A step knows its mesh, which may be of devices that are only described. A model does not, and JAX's default device can
-be another one.
+A step knows its mesh, whose devices may be described ones. A model does not, and JAX's default device may differ.
 """
 
 import math
@@ -37,9 +36,9 @@ def traced_mesh() -> Mesh | None:
 
 
 def traced_shards() -> int:
-    """Return the number of devices over which the rows are sharded that the traced code sees.
+    """Return the number of devices that share the rows which the traced code sees.
 
-    1 if they are one device's own (`shard_map`), and outside of a step.
+    1 under `shard_map`, where it sees one device's rows, and outside of a step.
     """
     if (mesh := _CURRENT.get()) is None:
         return 1
@@ -47,7 +46,7 @@ def traced_shards() -> int:
 
 
 def traced_model_axes() -> dict[str, int]:
-    """Return the mesh axes, and their sizes, that XLA may shard the traced model over."""
+    """Return the mesh axes, with their sizes, over which XLA may shard the traced model."""
     if (mesh := _CURRENT.get()) is None:
         return {}
     others = {*batch_axes(mesh), *_manual_axes()}
@@ -55,18 +54,18 @@ def traced_model_axes() -> dict[str, int]:
 
 
 def manual_batch_axes() -> tuple[str, ...]:
-    """Return the batch axes along which the traced code sees its own rows only; () if it sees all rows."""
+    """Return the batch axes along which the traced code sees one device's rows; () if it sees all rows."""
     mesh, manual = _CURRENT.get(), _manual_axes()
     return () if mesh is None else tuple(axis for axis in batch_axes(mesh) if axis in manual)
 
 
 def is_traced_by_shard() -> bool:
-    """Return True inside of `shard_map`, where the code being traced sees a device's own arrays."""
+    """Return True inside of `shard_map`, where the traced code sees one device's arrays."""
     return bool(_manual_axes())
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of `mesh` that the batch is split over, outermost first: `replica`, if it has one, and `data`."""
+    """Return the axes of `mesh` over which the batch is split, outermost first: `replica` if it exists, and `data`."""
     return tuple(filter(mesh.shape.__contains__, (REPLICA, DATA)))
 
 

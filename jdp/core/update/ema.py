@@ -1,6 +1,6 @@
 """An exponential moving average of the parameters, kept in the optimizer's state.
 
-Averaged weights often evaluate better than the last ones. A plain mean: Polyak and Juditsky 1992, "Acceleration of
+Averaged weights often evaluate better than the last weights. A plain mean: Polyak and Juditsky 1992, "Acceleration of
 stochastic approximation by averaging"; Izmailov et al. 2018, arXiv:1803.05407. Exponential: Tarvainen and Valpola 2017,
 arXiv:1703.01780. As part of the optimizer's state, the average is sharded and saved with its parameter. It has no leaf
 for frozen parameters, and does not change when a step is skipped.
@@ -40,7 +40,7 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
 
         >>> tx = jdp.with_ema(optax.adamw(1e-3), decay=0.999)
         >>> state = jdp.init_state(init, tx, plan, rng=jax.random.key(0))
-        >>> averaged = jdp.ema_params(state)  # evaluate this one
+        >>> averaged = jdp.ema_params(state)  # for evaluation
 
     After each step average = decay · average + (1 - decay) · params, in float32 even if the parameters are bfloat16.
     Wrap the whole optimizer: a transformation outside of it would change the updates after they were averaged.
@@ -57,11 +57,11 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
         An optax optimizer whose state is an `EmaState`.
 
     Raises:
-        ValueError: `tx` is no optimizer, or `decay` is out of range.
+        ValueError: `tx` is not an optimizer, or `decay` is out of range.
     """
     check_optimizer(tx)
     if not (is_number(decay) and 0 <= decay < 1):
-        raise UserError(f"The decay of a moving average is a number in [0, 1); given {decay!r}. Usual is 0.999.")
+        raise UserError(f"The decay of a moving average is a number in [0, 1); given {decay!r}. Give 0.999.")
     wrapped = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> Any:
@@ -71,7 +71,7 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         if params is None:
-            raise UserError("with_ema averages the parameters: hand them to update(updates, state, params).")
+            raise UserError("with_ema averages the parameters: pass them to update(updates, state, params).")
         updates, inner = wrapped.update(updates, state.inner, params, **extra)
         new = optax.apply_updates(params, updates)
         new = optax.tree.cast_like(new, state.average)
@@ -90,18 +90,18 @@ def ema_params(state: TrainState[Model]) -> TrainState[Model]:
         >>> state, _ = jdp.make_train_step(loss_fn, plan)(state, batch)
         >>> metrics = jdp.make_eval_step(loss_fn, plan)(jdp.ema_params(state), batch)
 
-    Averages inside `optax.masked` or `multi_transform` are used too; parameters without an average stay as they are. So
+    Averages inside `optax.masked` or `multi_transform` are used too. Parameters without an average do not change, nor
     does the model state: BatchNorm's statistics remain those of the weights in training. The result shares memory with
-    `state`: do not train on it, and make it anew after each step.
+    `state`: do not train it, and make a new one after each step.
 
     Args:
-        state: a train state, whose optimizer `with_ema` made.
+        state: a train state whose optimizer was made by `with_ema`.
 
     Returns:
         A `TrainState` like `state`; the averages have the parameters' dtypes and shardings, and are in device memory.
 
     Raises:
-        ValueError: it is no state, or the optimizer keeps no average.
+        ValueError: it is not a state, or the optimizer keeps no average.
     """
     check_state(state, "jdp.ema_params(state)")
     is_ema = lambda node: isinstance(node, EmaState)  # noqa: E731
@@ -109,14 +109,14 @@ def ema_params(state: TrainState[Model]) -> TrainState[Model]:
     if not averages:
         raise UserError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
     params = trained_part(state.params, state.static.trained)
-    for ema in averages:  # each of several may have some of the parameters (`multi_transform`)
+    for ema in averages:  # each may have some of the parameters (`multi_transform`)
         average = on_device(ema.average)
         params = jax.tree.map(partial(_averaged, ema.weight), average, params, is_leaf=_is_masked)
     return replace(state, params=with_trained(state.params, params, state.static.trained))
 
 
 def _averaged(weight: jax.Array | None, average: Any, param: Any) -> Any:
-    """Return the average of one parameter in its dtype; the parameter itself if the average leaves it out."""
+    """Return the average of a parameter in its dtype, or the parameter itself if it has no average."""
     if _is_masked(average):
         return param
     if weight is None:

@@ -1,8 +1,10 @@
 """The end of a step: clip the gradient, update the optimizer, and keep the old state if a value is not finite.
 
 A gradient can be finite and its update not: a learning rate is NaN, or a weight overflows. So the new parameters and
-the new optimizer state are checked too. XLA computes them once for the check, and once where they are written; the
-devices exchange two numbers for each parameter, in one collective.
+the new optimizer state are checked too. XLA computes them twice, for the check and where they are written; the devices
+exchange two numbers for each parameter, in one collective.
+
+With `Plan.offload` the optimizer's state is fetched from host memory as a whole before the update, and put back after.
 """
 
 from __future__ import annotations
@@ -13,12 +15,42 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from jdp.base.tree_paths import path_of
-from jdp.core.reading.collectives import update_scope
+from jdp.core.plan import Plan
+from jdp.core.reading.collectives import UPDATE
+from jdp.core.sharding.host_memory import to_device, to_host
+from jdp.core.sharding.placement import Placement
 from jdp.core.state import TrainState, trained_part, with_trained
 from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import apply
+
+
+def fetched(plan: Plan, state: TrainState, grads: PyTree) -> tuple[TrainState, PyTree]:
+    """Return the state with its optimizer's state in device memory, and the gradients.
+
+    The barrier makes the transfer wait for the gradients: otherwise XLA may hold the state beside the activations.
+    """
+    if plan.offload is None:
+        return state, grads
+    leaves, tree = jax.tree.flatten(state.opt_state)
+    on_host = [placement.on_host for placement in jax.tree.leaves(plan.state_placements(state).opt_state)]
+    hosts = [to_host(x) for x, is_there in zip(leaves, on_host, strict=True) if is_there]
+    hosts, grads = jax.lax.optimization_barrier((hosts, grads))
+    moved = map(to_device, hosts)
+    opt_state = [next(moved) if is_there else x for x, is_there in zip(leaves, on_host, strict=True)]
+    return replace(state, opt_state=tree.unflatten(opt_state)), grads
+
+
+def at_rest(plan: Plan, state: TrainState) -> TrainState:
+    """Return a new state in the shardings and memories that the plan gives it."""
+
+    def moved(x: jax.Array, placement: Placement) -> jax.Array:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(plan.mesh, placement.rest))
+        return to_host(x) if placement.on_host else x
+
+    return jax.tree.map(moved, state, plan.state_placements(state))
 
 
 def guarded_update(
@@ -29,7 +61,7 @@ def guarded_update(
     weight: jax.Array,
     model_state: PyTree,
 ) -> tuple[TrainState, jax.Array]:
-    """Return the state after the optimizer's update by these gradients, and the gradient's norm."""
+    """Return the state after the optimizer's update with these gradients, and the gradient's norm."""
     norm, square = _norm(grads, state.step)
     finite = jnp.isfinite(norm if clip_norm is not None else square) & jnp.isfinite(total)
     finite &= _stays_finite(state.model_state, model_state)
@@ -43,21 +75,21 @@ def guarded_update(
 def clipped_update(
     clip_norm: float | None, state: TrainState, grads: PyTree, norm: jax.Array, loss: jax.Array
 ) -> tuple[PyTree, PyTree]:
-    """Return parameters and optimizer state after the update by float32 gradients of this norm."""
+    """Return parameters and optimizer state after the update with float32 gradients of this norm."""
     params = trained_part(state.params, state.static.trained)
     if clip_norm is not None:
         scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
         grads = jax.tree.map(lambda g: g * scale, grads)
     grads = optax.tree.cast_like(grads, params)
-    with update_scope():
+    with jax.named_scope(UPDATE):
         params, opt_state = apply(state.static.tx, grads, state.opt_state, params, loss)
     return with_trained(state.params, params, state.static.trained), opt_state
 
 
 def broken(before: PyTree, after: PyTree) -> PyTree:
-    """Return a tree of booleans: where numbers turned into NaN or infinity; None for leaves that cannot.
+    """Return a tree of booleans, True for numbers that became NaN or infinite; None for leaves that cannot.
 
-    What was infinite may stay so: a running maximum begins at -inf.
+    An infinite number may stay infinite: a running maximum begins at -inf.
     """
 
     def of_leaf(old: jax.Array, new: jax.Array) -> jax.Array | None:
@@ -69,10 +101,10 @@ def broken(before: PyTree, after: PyTree) -> PyTree:
 
 
 def _stays_finite(before: PyTree, after: PyTree) -> jax.Array:
-    """Return False if a leaf has NaN or infinity that had none before: 0 · x is NaN for both, and so is its sum.
+    """Return False if a leaf without NaN or infinity now has one: 0 · x is NaN for both, and so is its sum.
 
-    A parameter and the optimizer's leaves that mirror it are one sum, which XLA computes from the old state. With one
-    for each leaf it keeps what they share: under ddp the stacked gradients of all layers of Llama 3 8B, 23 GiB.
+    A parameter and the optimizer's leaves that mirror it share a sum, which XLA computes from the old state. With a sum
+    for each leaf XLA keeps their shared terms: under ddp the stacked gradients of Llama 3 8B's layers, 23 GiB.
     """
     sums = dict[str, tuple[jax.Array, jax.Array]]()
     for (path, old), new in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):

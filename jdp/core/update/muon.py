@@ -1,14 +1,14 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) with the matrices divided among the devices.
 
-The momentum is sharded as its parameter is. An update:
-1. All matrices of one shape, transposed if they are taller than wide, are one stack [n, a, b], over layers and leaves.
-   Zeros pad n to a multiple of the devices along `data`.
+The momentum is sharded like its parameter. An update has four steps:
+1. All matrices of one shape, over layers and leaves, form one stack [n, a, b]. Tall matrices are transposed, and zeros
+   pad n to a multiple of the devices along `data`.
 2. The stack is sharded on n: XLA sends each device the matrices that it computes (an all-to-all; under ddp nothing).
 3. Each device orthogonalizes its n / N matrices, as `optax.contrib.scale_by_muon` does.
-4. The results are sharded as the parameters are (an all-to-all; under ddp an all-gather).
+4. The results are sharded like the parameters (an all-to-all; under ddp an all-gather).
 
-Beside its strategy's row a step sends 2·r·Ψ/N, or r·Ψ under ddp, for Ψ elements of padded stacks of r bytes. Liu et al.
-2025, arXiv:2502.16982, gather the momentum instead, and every device computes all of it.
+In addition to its strategy's row a step sends 2·r·Ψ/N, or r·Ψ under ddp, for padded stacks of Ψ elements of r bytes.
+Liu et al. 2025, arXiv:2502.16982, gather the momentum instead, and every device computes all of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from optax.contrib import MuonDimensionNumbers, MuonState
 
 from jdp.base.context import set_while
 from jdp.base.errors import UserError
-from jdp.base.notices import notice
 from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.core.plan import Plan
@@ -44,12 +43,12 @@ Rate = float | jax.Array | Callable[[Any], Any]
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 AnyMesh = Mesh | AbstractMesh
 OPEN = PartitionSpec.UNCONSTRAINED
-"""Of a dimension that XLA shards as it likes."""
+"""The entry for a dimension that XLA shards as it likes."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices that are orthogonalized together: the paths of their leaves, and their bytes with the padding."""
+    """Matrices that are orthogonalized together: the paths of their leaves, and their bytes including padding."""
 
     paths: tuple[str, ...]
     nbytes: int
@@ -87,11 +86,10 @@ def muon(
         >>> int(state.step)
         1
 
-    Updates and state are those of optax, under every strategy and on any mesh. It also works in a jitted function of
-    your own; without a mesh it is optax' own.
+    Updates and state are those of optax, under every strategy and on any mesh, also in a jitted function of your own.
 
     Args:
-        learning_rate: a number, or a schedule: step -> number. Of AdamW too, if `adam_learning_rate` is None.
+        learning_rate: a number, or a schedule: step -> number. AdamW uses it too, if `adam_learning_rate` is None.
         ns_coeffs: "standard" or "dion"; or three coefficients of a Newton-Schulz step, or three for each step.
         ns_steps: number of Newton-Schulz steps.
         beta: decay of the momentum.
@@ -99,22 +97,24 @@ def muon(
         weight_decay, weight_decay_mask: of matrices, as for `optax.adamw`.
         mu_dtype: dtype of the momentum; None: the parameter's.
         nesterov, adaptive, preconditioning: as for `optax.contrib.muon`.
-        adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate: of AdamW, which trains all but matrices.
-        muon_weight_dimension_numbers: a tree like the parameters of `optax.contrib.MuonDimensionNumbers`, or a function
-            that makes it from them; None in it: AdamW. Other dimensions than those named are counted as layers. None:
-            parameters of two dimensions are matrices, and AdamW trains all others.
+        adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate: of AdamW, which trains all other leaves.
+        muon_weight_dimension_numbers: a tree like the parameters, of `optax.contrib.MuonDimensionNumbers` for matrices
+            and None for AdamW's leaves; or a function that makes it from the parameters. Dimensions that are neither
+            rows nor columns are layers. None: parameters of two dimensions are matrices, and AdamW trains all others.
         consistent_rms: scale updates to this root mean square (0.2 is AdamW's) by sqrt(max(m, n)); None: by
             sqrt(max(1, n / m)).
 
     Returns:
         An optax optimizer.
     """
-
+    if isinstance(ns_coeffs, str):  # a name, which optax looks up
+        state = optax.contrib.muon(0.0, ns_coeffs, ns_steps).init(jnp.zeros((1, 1)))
+        ns_coeffs = optax.tree.get(state, "ns_coeffs")
     numbers = partial(_numbers, muon_weight_dimension_numbers)
     scaled = partial(_scaled, numbers, consistent_rms)
     hidden = optax.chain(
         scale_by_muon(
-            ns_coeffs=_coefficients(ns_coeffs, ns_steps),
+            ns_coeffs=ns_coeffs,
             ns_steps=ns_steps,
             beta=beta,
             eps=eps,
@@ -143,7 +143,7 @@ def muon(
 
 
 def _numbers(chosen: Any, params: PyTree) -> PyTree:
-    """Return a tree like the parameters with the dimension numbers of each, None for AdamW's."""
+    """Return a tree like the parameters with their dimension numbers, None for AdamW's leaves."""
     if chosen is None:
         return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
     chosen = chosen(params) if callable(chosen) else chosen
@@ -158,34 +158,20 @@ def _scaled(numbers: Callable[[PyTree], PyTree], rms: float | None, updates: PyT
     return jax.tree.map(scaled, updates, numbers(updates))
 
 
-def _coefficients(chosen: Any, steps: int) -> Any:
-    """Return the coefficients of Newton-Schulz steps; optax has those of a name."""
-    if not isinstance(chosen, str):
-        return chosen
-    state = optax.contrib.muon(0.0, chosen, steps).init(jnp.zeros((1, 1)))
-    is_muon = lambda node: isinstance(node, MuonState)  # noqa: E731
-    return next(node.ns_coeffs for node in jax.tree.leaves(state, is_leaf=is_muon) if is_muon(node))
-
-
 def scale_by_muon(
     *,
-    ns_coeffs: Any = (3.4445, -4.7750, 2.0315),
-    ns_steps: int = 5,
     beta: float = 0.95,
-    eps: float = 1e-8,
     mu_dtype: Any = None,
     nesterov: bool = True,
     adaptive: bool = False,
-    preconditioning: Preconditioning = "frobenius",
     weight_dimension_numbers: Any = None,
+    **settings: Any,
 ) -> optax.GradientTransformation:
     """Make `optax.contrib.scale_by_muon`, with the matrices divided among the devices along `data`."""
-    settings: Any = {"ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
-    by_optax = optax.contrib.scale_by_muon(ns_coeffs, beta=beta, mu_dtype=mu_dtype, **settings)
-    # Of a stack of gradients without momentum this is their orthogonalization alone.
-    alone = optax.contrib.scale_by_muon(
-        ns_coeffs, beta=0.0, nesterov=False, weight_dimension_numbers=[MuonDimensionNumbers(1, 2)], **settings
-    )
+    by_optax = optax.contrib.scale_by_muon(beta=beta, mu_dtype=mu_dtype, **settings)
+    # For a stack of gradients without momentum, optax' update is their orthogonalization alone.
+    numbers = [MuonDimensionNumbers(1, 2)]
+    alone = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=numbers, **settings)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         del params
@@ -210,14 +196,13 @@ def scale_by_muon(
 
 @dataclass(frozen=True)
 class Form:
-    """How a leaf is matrices: its dimensions in the order layers, rows, columns, and the product of each kind."""
+    """The matrices in a leaf: its dimensions in the order layers, rows, columns, and the product of each kind."""
 
     order: tuple[int, ...]
     sizes: tuple[int, int, int]
 
     @staticmethod
     def of(leaf: jax.Array, dims: MuonDimensionNumbers) -> Form:
-        """Return the form of a leaf with these dimension numbers."""
         rows, columns = (tuple(d % leaf.ndim for d in ((of,) if isinstance(of, int) else of)) for of in dims)
         if {*rows} & {*columns}:
             raise UserError(f"A matrix has different dimensions as rows and columns; given {dims}. Name each once.")
@@ -236,13 +221,13 @@ class Form:
         return x if x.shape[1:] == self.matrix else x.swapaxes(1, 2)
 
     def leaf(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return a leaf of this shape of its matrices, the inverse of `matrices`."""
+        """Return the leaf of this shape that has these matrices: the inverse of `matrices`."""
         x = (x if self.sizes[1:] == self.matrix else x.swapaxes(1, 2)).reshape([shape[d] for d in self.order])
         return x.transpose([self.order.index(d) for d in range(len(shape))])
 
 
 def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Array]) -> PyTree:
-    """Apply a function of a stack [n, a, b], a ≤ b, to a tree of matrices; each device computes its part of a stack."""
+    """Apply a function of a stack [n, a, b], a ≤ b, to a tree of matrices; each device computes a part of the stack."""
     named, treedef = jax.tree.flatten_with_path(tree)
     alike, results = dict[Any, list[int]](), [leaf for _, leaf in named]
     forms = list(map(Form.of, results, treedef.flatten_up_to(dims)))
@@ -252,14 +237,9 @@ def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Arr
     for members in alike.values():
         parts = [forms[i].matrices(results[i]) for i in members]
         stack, count = jnp.concatenate(parts), 1 if mesh is None else mesh.shape[DATA]
-        if 2 * len(stack) <= count:
-            notice(
-                f"jdp.muon divides {len(stack)} matrices {list(stack.shape[1:])} among {DATA}={count} devices, so most "
-                "of a stack is padding; a mesh with a replica axis sends less of it"
-            )
         stack = jnp.pad(stack, ((0, -len(stack) % count), (0, 0), (0, 0)))
         if (noted := _STACKS.get()) is not None:
-            noted.append(Stack(tuple(path_of(named[i][0]) for i in members), stack.size * stack.dtype.itemsize))
+            noted.append(Stack(tuple(path_of(named[i][0]) for i in members), stack.nbytes))
         stack, first = _by_devices(function, stack, mesh), 0
         for i, part in zip(members, parts, strict=True):
             results[i] = forms[i].leaf(stack[first : first + len(part)], results[i].shape)
@@ -268,9 +248,9 @@ def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Arr
 
 
 def _by_devices(function: Callable[[jax.Array], jax.Array], stack: jax.Array, mesh: AnyMesh | None) -> jax.Array:
-    """Apply a function to a stack [n, a, b], of which each device computes n / N.
+    """Apply a function to a stack [n, a, b]; each device computes n / N matrices.
 
-    Before and after it the matrices' own dimensions are open, so that XLA shards them as it shards the parameters.
+    Before and after it the matrices' own dimensions are open, so XLA shards them like the parameters.
     """
     if mesh is None:
         return function(stack)
@@ -281,18 +261,18 @@ def _by_devices(function: Callable[[jax.Array], jax.Array], stack: jax.Array, me
 
 
 def _mesh_of(leaves: Sequence[jax.Array]) -> AnyMesh | None:
-    """Return the mesh that an update is traced for, or that its arrays are on; None for one device or none."""
+    """Return the mesh for which an update is traced, or the mesh of its arrays; None if `data` has one device."""
     mesh: Any = traced_mesh() or next((jax.typeof(leaf).sharding.mesh for leaf in leaves), None)
     return None if mesh is None or is_traced_by_shard() or mesh.shape.get(DATA, 1) == 1 else mesh
 
 
 def noting_stacks() -> AbstractContextManager[list[Stack]]:
-    """Give the list of the stacks of updates that are traced while the context lasts."""
+    """Return a context that yields a list, and adds to it the stacks of updates that are traced."""
     return set_while(_STACKS, list[Stack]())
 
 
 def exchanged(plan: Plan, state: TrainState) -> dict[tuple[str, int], int]:
-    """Return (kind of collective, devices of one) -> payload bytes that the state's update sends beside its row."""
+    """Return (kind of collective, its devices) -> payload bytes that the state's update sends beside its row."""
     count, params = plan.mesh.shape[DATA], trained_part(state.params, state.static.trained)
     if count == 1:
         return {}

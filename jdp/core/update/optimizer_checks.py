@@ -1,6 +1,6 @@
-"""Check that a step can use an optimizer: its state is arrays that keep their shapes, its update needs nothing more.
+"""Check that a step can use an optimizer: its state is arrays of constant shapes, and its update needs nothing more.
 
-Both are checked abstractly when the state is made, so that a mistake shows before a compilation.
+Both are checked on shapes when the state is made, so a mistake is found before a compilation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jdp.core.reading.jaxprs import DECOMPOSITIONS, every_eqn
 from jdp.core.types import PyTree
 
 GIVEN = "value"
-"""An optimizer's argument besides gradients, state and parameters: the loss, under optax's name."""
+"""Optax' name for the loss, an optimizer's argument besides gradients, state and parameters."""
 
 
 def is_optimizer(tx: Any) -> bool:
@@ -37,14 +37,14 @@ def check_optimizer(tx: Any) -> None:
     """Check that `tx` is an optax optimizer."""
     if not is_optimizer(tx):
         fix = " Call it first, with its settings." if callable(tx) else ""
-        fix = " Pass the optax transformation that it was made of." if hasattr(tx, "opt_state") else fix
+        fix = " Pass its optax transformation." if hasattr(tx, "opt_state") else fix
         raise UserError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); given {described(tx)}.{fix}")
 
 
 def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
-    """Call `tx.update`, with the loss as `value` if it takes that.
+    """Call `tx.update`, with the loss as `value` if it accepts that.
 
-    `optax.lookahead` keeps two copies of the parameters and takes the gradient of the fast one.
+    `optax.lookahead` keeps two copies of the parameters and needs the gradient of the fast copy.
     """
     if isinstance(params, optax.LookaheadParams):
         grads = grads.fast
@@ -69,8 +69,8 @@ def first_state(tx: Any, params: PyTree) -> PyTree:
     for path, leaf in jax.tree.leaves_with_path(opt_state):
         if not isinstance(leaf, jax.Array | int | float | complex) and not hasattr(leaf, "__array__"):
             raise UserError(
-                f"An optimizer's state holds arrays only; opt_state/{path_of(path)} is {leaf!r}. Keep settings in "
-                "the functions that optax.GradientTransformation(init, update) is made of."
+                f"An optimizer's state holds arrays only; opt_state/{path_of(path)} is {leaf!r}. Keep settings in the "
+                "functions of optax.GradientTransformation(init, update)."
             )
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.result_type(leaf)), opt_state)
 
@@ -91,8 +91,7 @@ def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> ClosedJaxpr:
         if old.get(path) != new.get(path):
             raise UserError(
                 f"An optimizer's state keeps its structure, shapes and dtypes from step to step; opt_state/{path} is "
-                f"{old.get(path, 'nothing')} before an update and {new.get(path, 'nothing')} after it. Give it in init "
-                "what update returns."
+                f"{old.get(path, 'nothing')} before an update and {new.get(path, 'nothing')} after it. Change its init."
             )
     return program
 
@@ -105,18 +104,15 @@ def products(program: ClosedJaxpr) -> set[int]:
 
 
 def _why_not(error: Exception, params: PyTree) -> str:
-    """Return the sentence for an update that failed on shapes, as it does without jdp."""
-    given = f"A step hands an optimizer gradients, state, parameters and {GIVEN}= (the loss); this one's update"
+    """Describe the failure of an update on shapes, which fails without jdp too."""
+    given = f"A step gives an optimizer gradients, state, parameters and {GIVEN}= (the loss); this optimizer's update"
     if isinstance(error, TypeError) and "missing" in str(error) and (missing := re.findall(r"'(\w+)'", str(error))):
-        return (
-            f"{given} also needs {', '.join(missing)}. Leave out what needs it (optax.lbfgs(linesearch=None)), or take "
-            "an optimizer that does without."
-        )
+        return f"{given} also needs {', '.join(missing)}. Leave out its cause, as in optax.lbfgs(linesearch=None)."
     *_, last = traceback.extract_tb(error.__traceback__)
     said = next(iter(str(error).splitlines()), "").rstrip(".")
     scalars = [path_of(path) for path, leaf in jax.tree.leaves_with_path(params) if not leaf.shape]
     return (
-        f"{given} raised {type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno}). Take an optimizer "
-        "that does without, or give parameters that it cannot update another one (optax.multi_transform)."
+        f"{given} raised {type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno}). Choose another "
+        "optimizer, for all parameters or for those that it cannot update (optax.multi_transform)."
         + (f" Scalars here: {listed(scalars)}." if scalars else "")
     )

@@ -1,10 +1,10 @@
 """Learning rates for large batches: scale the rate with the batch, and warm it up.
 
-A rate that was tuned for `base_batch` examples a step is scaled to another global batch. Linearly (Krizhevsky 2014,
-arXiv:1404.5997; Goyal et al. 2017, arXiv:1706.02677, section 2.1): for SGD k small steps and one k times as large are
-then alike. Or by the square root (Krizhevsky 2014), which keeps the variance of the update. Adaptive optimizers follow
-it (Malladi et al. 2022, arXiv:2205.10287; You et al. 2019, arXiv:1904.00962, for LAMB). The first steps of a large rate
-diverge, so it is warmed up (Goyal et al. 2017, section 2.2).
+A rate that was tuned for `base_batch` examples a step is scaled to another global batch. Linear scaling (Krizhevsky
+2014, arXiv:1404.5997; Goyal et al. 2017, arXiv:1706.02677, section 2.1) makes k small steps of SGD similar to one step
+with k times as many examples. Scaling by the square root (Krizhevsky 2014) keeps the variance of the update; adaptive
+optimizers need it (Malladi et al. 2022, arXiv:2205.10287; You et al. 2019, arXiv:1904.00962, for LAMB). The first steps
+of a large rate diverge, so it is warmed up (Goyal et al. 2017, section 2.2).
 """
 
 import math
@@ -41,12 +41,10 @@ def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["lin
         ValueError: a rate or a batch that is not a positive number; an unknown rule.
     """
     if rule not in RULES:
-        raise UserError(f"The rule to scale a learning rate by is one of {', '.join(RULES)}; given {rule!r}. Name one.")
+        raise UserError(f"The rule that scales a learning rate is one of {', '.join(RULES)}; given {rule!r}.")
     for name, value in (("base_lr", base_lr), ("base_batch", base_batch), ("batch", batch)):
         if not (is_number(value) and 0 < value < math.inf):
-            raise UserError(
-                f"Scaling a learning rate takes positive numbers; given {name}={value!r}. Give finite ones."
-            )
+            raise UserError(f"Scaling a learning rate takes positive numbers; given {name}={value!r}.")
     ratio = batch / base_batch
     return base_lr * (ratio if rule == "linear" else math.sqrt(ratio))
 
@@ -76,13 +74,9 @@ def warmup(rate: float | optax.Schedule, steps: int, *, start: float = 0.0) -> o
             negative.
     """
     if not callable(rate) and not is_number(rate):
-        raise UserError(
-            f"A warm-up's rate is a number, or an optax schedule to go on with; given {rate!r}. Give one of them."
-        )
+        raise UserError(f"A warm-up's rate is a number, or an optax schedule that follows it; given {rate!r}.")
     if not is_integer(steps) or not is_number(start) or not (steps >= 0 and start >= 0):
-        raise UserError(
-            f"A warm-up takes an integer steps >= 0 and start >= 0; given {steps=}, {start=}. Give 0 or more."
-        )
+        raise UserError(f"A warm-up takes an integer steps >= 0 and start >= 0; given {steps=}, {start=}.")
 
     def schedule(count: Any) -> Any:
         after = jnp.maximum(jnp.asarray(count) - steps, 0)

@@ -41,7 +41,7 @@ class AugmentedImages:
         crop_padding: pixels on each side.
         flip: whether half of the images are flipped.
         resized_crop: least share of the area of a resized crop; 0: no such crop.
-        fill: value of the padding, for each channel or for all.
+        fill: value of the padding of each channel: black for images of `image_data`, else 0.
         seed: seed of the draws.
 
     A plain index is the sample in the first epoch.
@@ -94,7 +94,6 @@ def augmented(
     crop_padding: int = 0,
     flip: bool = False,
     resized_crop: float = 0.0,
-    fill: float | Sequence[float] | None = None,
     seed: int = 0,
 ) -> AugmentedImages:
     """Crop and flip the training images of a source, anew in every epoch. Evaluate on the source itself.
@@ -104,20 +103,18 @@ def augmented(
 
     Args:
         samples: with "images" [height, width, …], of one shape and any dtype, such as `image_data(…).train`.
-        crop_padding: pixels added on each side before a window of the image's size is cropped; less than height and
-            width. All windows are equally likely. 0: no crop.
+        crop_padding: black pixels added on each side before a window of the image's size is cropped; less than height
+            and width. All windows are equally likely. 0: no crop.
         flip: whether each image is flipped from left to right with probability 1/2.
         resized_crop: least share of a picture's area, up to all of it, that a random crop shows; the crop is resized to
             the image's size. 0.08 is usual for photographs; 0: no such crop. For images of `image_data` only.
-        fill: value of the padding, one or one for each channel; None: black for images of `image_data`, else 0.
         seed: seed of the draws, 0 to 2⁶⁴ - 1; it may equal the order's seed.
 
     Returns:
         The source to give to `global_batches`.
 
     Raises:
-        ValueError: a number outside the ranges above, samples without images of two dimensions or more, a fill of other
-            channels, a mixture.
+        ValueError: a number outside the ranges above, samples without images of two dimensions or more, a mixture.
 
     >>> import numpy as np
     >>> images = augmented([{"images": np.arange(4).reshape(1, 4)}], flip=True)
@@ -145,11 +142,8 @@ def augmented(
     if resized_crop and not isinstance(samples, ImageSamples):
         given = type(samples).__name__
         raise UserError(f"resized_crop requires pictures from image_data; given {given}: crop in your source")
-    filling = np.asarray(getattr(samples, "black", 0) if fill is None else fill).astype(images.dtype)
-    if filling.shape not in ((), images.shape[2:]):
-        rule = f"one number, or one for each channel of images {list(images.shape)}"
-        raise UserError(f"fill must be {rule}; given {fill}: use one number")
-    return AugmentedImages(samples, crop_padding, flip, filling, seed, float(resized_crop))
+    fill = np.asarray(getattr(samples, "black", 0)).astype(images.dtype)
+    return AugmentedImages(samples, crop_padding, flip, fill, seed, float(resized_crop))
 
 
 def _drawn_part(least: float, top: int, left: int, shapes: Sequence[int]) -> Callable[[int, int], Box]:

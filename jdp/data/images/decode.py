@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
-from jdp.data.labels import Labels
+from jdp.data.arrays import Labels
 from jdp.data.sources.hub import optional
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -66,64 +66,49 @@ class Frame:
     size: tuple[int, int] | None
     channels: int  # 1 (grey), 3 (red, green, blue) or 4 (and opacity)
 
-    def decode(self, content: bytes, part: Part | None = None) -> NDArray[np.uint8]:
-        """Return an encoded picture as uint8 [height, width, channels]; raise ValueError if its values have 32 bits.
+    def decode(self, content: bytes | NDArray[np.uint8], part: Part | None = None) -> NDArray[np.uint8]:
+        """Return a picture, encoded or as values [height, width, channels], as uint8 [height, width, channels].
 
-        part: the part to resize; None: the largest centred part of these proportions.
+        Raises ValueError if its values have 32 bits. part: the part to resize; None: the largest centred part of these
+        proportions.
         """
-        with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
+        if not isinstance(content, bytes):
+            height, width, channels = content.shape
+            if channels == self.channels and part is None and self.size in (None, (height, width)):
+                return content
+        pillow = optional("PIL.Image", "decoding an image")
+        with (
+            pillow.open(io.BytesIO(content))
+            if isinstance(content, bytes)
+            else pillow.fromarray(content if content.shape[2] > 1 else content[..., 0])
+        ) as image:
             if image.mode in _UNCLEAR:
                 raise UserError(f"its values have 32 bits (mode {image.mode}), which define no white")
-            box = self._drafted(image, part) if self.size else None
-            values = np.asarray(self._resized(_eight_bits(image, MODES[self.channels]), box))
+            box = None if self.size is None else _drafted(image, self.size, part)
+            picture = _eight_bits(image, MODES[self.channels])
+            if self.size is not None and (picture.size, box) != (self.size[::-1], (0, 0, *self.size[::-1])):
+                picture = picture.resize(self.size[::-1], _BILINEAR, box=box, reducing_gap=2.0)
+            values = np.asarray(picture)
         return values if values.ndim == 3 else values[:, :, None]
 
-    def fit(self, values: NDArray[np.uint8], part: Part | None = None) -> NDArray[Any]:
-        """Fit values [height, width, channels] to the size and channels; resized values are float32.
 
-        part: as for `decode`.
-        """
-        have = values.shape[2]
-        if have != self.channels and (have, self.channels) != (1, 3):
-            raise UserError(f"its {have} channels cannot become {self.channels}: set channels = {have}")
-        if self.size is not None and (part is not None or values.shape[:2] != self.size):
-            box = (part or self._centre)(*values.shape[:2])
-            fromarray = optional("PIL.Image", "resizing an image").fromarray
-            planes = [fromarray(values[..., i].astype(np.float32)) for i in range(have)]
-            values = np.stack([np.asarray(self._resized(plane, box)) for plane in planes], axis=-1)
-        return values if have == self.channels else np.repeat(values, self.channels, axis=2)
+def _drafted(image: Any, size: tuple[int, int], part: Part | None) -> Box:
+    """Return the part in pixels of the decoded picture.
 
-    def _drafted(self, image: Any, part: Part | None) -> Box:
-        """Return the part in pixels of the decoded picture.
-
-        A JPEG is decoded at a half, a quarter or an eighth of its size if the part stays at least twice our size.
-        """
-        wide, high = (self.size or (1, 1))[::-1]
-        if part is None:
-            image.draft(None, (2 * wide, 2 * high))
-            return self._centre(image.height, image.width)
-        width, height = image.size
-        left, top, right, bottom = part(height, width)
-        least = math.ceil(2 * wide * width / (right - left)), math.ceil(2 * high * height / (bottom - top))
-        image.draft(None, least)
-        x, y = image.width / width, image.height / height
-        return left * x, top * y, min(right * x, image.width), min(bottom * y, image.height)
-
-    def _centre(self, height: int, width: int) -> Box:
-        """Return the largest centred part of the size's proportions."""
-        ours = self.size or (height, width)
-        scale = min(height / ours[0], width / ours[1])
-        left, top = (width - ours[1] * scale) / 2, (height - ours[0] * scale) / 2
-        return left, top, left + ours[1] * scale, top + ours[0] * scale
-
-    def _resized(self, picture: Any, box: Box | None) -> Any:
-        """Resize a part to the size (bilinear, antialiased)."""
-        if self.size is None or box is None:
-            return picture
-        height, width = self.size
-        if picture.size == (width, height) and box == (0, 0, width, height):
-            return picture
-        return picture.resize((width, height), _BILINEAR, box=box, reducing_gap=2.0)
+    A JPEG is decoded at a half, a quarter or an eighth of its size if the part stays at least twice our size.
+    """
+    high, wide = size
+    width, height = image.size
+    if part is None:
+        image.draft(None, (2 * wide, 2 * high))
+        scale = min(image.height / high, image.width / wide)
+        left, top = (image.width - wide * scale) / 2, (image.height - high * scale) / 2
+        return left, top, left + wide * scale, top + high * scale
+    left, top, right, bottom = part(height, width)
+    least = math.ceil(2 * wide * width / (right - left)), math.ceil(2 * high * height / (bottom - top))
+    image.draft(None, least)
+    x, y = image.width / width, image.height / height
+    return left * x, top * y, min(right * x, image.width), min(bottom * y, image.height)
 
 
 def _eight_bits(image: Any, mode: str) -> Any:

@@ -5,12 +5,10 @@ folder or a data set has several, the source must name one; files of no split be
 
 `datasets` runs no code of a data set (version 4 removed scripts). But a data set's card (README.md, or the JSON beside
 it) may name any file of this disk, and `datasets` would read it. So files outside the data set's folder are refused.
-Links in the folder are followed.
 """
 
 import glob
 import importlib
-import json
 import os
 import re
 from collections import defaultdict
@@ -70,20 +68,14 @@ def hub_rows(source: str) -> HubRows:
 
 def hub_data(source: str) -> tuple[str, Any]:
     """Return the name of a source's split, and its rows, a `datasets.Dataset`."""
-    datasets, given = optional("datasets", source), _parts(source)
-    splits: dict[str, Any] = _reading(source, lambda: _load(datasets, given, source))
-    split = given.split or _only_split(splits, source)
-    return split, splits[split]
-
-
-def _parts(source: str) -> HubSource:
-    given = HubSource.of(source)
+    datasets, given = optional("datasets", source), HubSource.of(source)
     assert given is not None, source
-    return given
+    return _reading(source, lambda: _load(datasets, given, source))
 
 
 def _stream(source: str) -> HubRows:
-    datasets, given = optional("datasets", source), _parts(source)
+    datasets, given = optional("datasets", source), HubSource.of(source)
+    assert given is not None, source
     match = _ROWS_OF_SPLIT.fullmatch(given.split or "")
     start, stop = (int(match[key]) if match and match[key] else None for key in ("start", "stop"))
     if match is None or (stop is not None and stop <= (start or 0)):
@@ -93,8 +85,8 @@ def _stream(source: str) -> HubRows:
     builder = _reading(source, lambda: _builder(datasets, given, source))
     splits: Mapping[str, Any] = _reading(source, builder.as_streaming_dataset)
     by_name = {str(name): rows for name, rows in splits.items()}
-    split = match["split"] or _only_split(by_name, source)
-    rows = _picked(by_name, split, source)
+    split = _chosen(by_name, match["split"], source)
+    rows = by_name[split]
     rows = rows.skip(start) if start else rows
     rows = rows.take(stop - (start or 0)) if stop is not None else rows
     files = (builder.config.data_files or {}).get(split, ())
@@ -125,43 +117,30 @@ def _reading(source: str, read: Callable[[], T]) -> T:
         ) from error
 
 
-def _only_split(splits: Mapping[str, Any], source: str) -> str:
-    """Return the only split. Raises UserError for several."""
-    if len(splits) > 1:
+def _chosen(splits: Mapping[str, Any], split: str | None, source: str) -> str:
+    """Return the split of this name, or the only split."""
+    if not split and len(splits) > 1:
         lines = ", ".join(f'"{source}:{name}"' for name in splits)
         raise UserError(f"a source is one split; {source} has {', '.join(splits)}: write one of {lines}")
-    return next(iter(splits))
-
-
-def _picked(splits: Mapping[str, Any], split: str, source: str) -> Any:
-    if split not in splits:
+    if split and split not in splits:
         raise UserError(f"{source} must name an existing split, one of {', '.join(splits)}: use one of these")
-    return splits[split]
+    return split or next(iter(splits))
 
 
-def _load(datasets: Any, given: HubSource, source: str) -> dict[str, Any]:
-    """Return the splits of a data set by name; only the given split."""
+def _load(datasets: Any, given: HubSource, source: str) -> tuple[str, Any]:
+    """Return the name and the rows of the given split of a data set, or of its only split."""
     folder = None if given.builder or "://" in given.path else user_path(given.path)
     if folder is not None and ((folder / "dataset_dict.json").exists() or (folder / "state.json").exists()):
-        loaded = _load_saved(datasets, folder)
-        splits = loaded if isinstance(loaded, dict) else {given.split or TRAIN: loaded}
-        return splits if given.split is None else {given.split: _picked(splits, given.split, source)}
-    builder = _builder(datasets, given, source)
-    builder.download_and_prepare()
-    if given.split is not None:
-        return {given.split: builder.as_dataset(split=given.split)}
-    return {str(name): data for name, data in builder.as_dataset().items()}
-
-
-def _load_saved(datasets: Any, folder: Path) -> Any:
-    """Return the data set, or dict of data sets, that `save_to_disk` wrote, after checking the files that it names."""
-    splits, parts = folder / "dataset_dict.json", [folder]
-    if splits.exists():
-        parts = [folder / name for name in json.loads(splits.read_bytes())["splits"]]
-    for part in parts:
-        named = json.loads((part / "state.json").read_bytes())["_data_files"]
-        _check_files([str(part / entry["filename"]) for entry in named], folder)
-    return datasets.load_from_disk(str(folder))
+        loaded = datasets.load_from_disk(str(folder))
+        splits: dict[str, Any] = loaded if isinstance(loaded, dict) else {given.split or TRAIN: loaded}
+    else:
+        builder = _builder(datasets, given, source)
+        builder.download_and_prepare()
+        if given.split is not None:
+            return given.split, builder.as_dataset(split=given.split)
+        splits = {str(name): data for name, data in builder.as_dataset().items()}
+    split = _chosen(splits, given.split, source)
+    return split, splits[split]
 
 
 def _builder(datasets: Any, given: HubSource, source: str) -> Any:
@@ -175,9 +154,26 @@ def _builder(datasets: Any, given: HubSource, source: str) -> Any:
     else:
         owner_and_name, config = given.path.split("/")[:2], given.path.split("/")[2:]
         folder, builder = None, datasets.load_dataset_builder("/".join(owner_and_name), *config[:1])
-    named: Mapping[str, Iterable[Any]] = builder.config.data_files or {}
-    _check_files([str(file) for files in named.values() for file in files], folder)
+    check_files((str(file) for files in (builder.config.data_files or {}).values() for file in files), folder)
     return builder
+
+
+def check_files(files: Iterable[str], folder: Path | None) -> None:
+    """Check that the files that a data set names are in its folder, or, on the hub (None), not on this disk."""
+    for file in (file.rpartition("::")[2] for file in files):
+        is_remote = "://" in file and not file.startswith("file://")
+        if folder is None:
+            is_own = is_remote
+        else:
+            path = Path(os.path.normpath(Path(file.removeprefix("file://")).absolute()))
+            roots = (folder.absolute(), folder.resolve())
+            is_own = not is_remote and any(path.is_relative_to(os.path.normpath(root)) for root in roots)
+        if not is_own:
+            place = "on this disk" if folder is None else f"outside of the folder {folder}"
+            raise UserError(
+                f"a data set must name its own files; given {cut(file, 200)}, which is {place}: name that file as a "
+                "separate source"
+            )
 
 
 # Files of a builder.
@@ -203,8 +199,8 @@ def _data_files(datasets: Any, given: HubSource, builder: str, source: str) -> A
             f"such as {loose[0]} beside {', '.join(by_split)}: select files by a folder or a glob"
         )
     splits = by_split or {TRAIN: loose}
-    chosen = (given.split or "").partition("[")[0] or _only_split(splits, source)
-    files: list[str] = _picked(splits, chosen, source)
+    chosen = _chosen(splits, (given.split or "").partition("[")[0], source)
+    files = splits[chosen]
     for file in files:
         check_regular(file)
     times = [(f"{stat.st_size} {stat.st_mtime_ns}",) for stat in map(os.stat, files)]
@@ -233,26 +229,6 @@ def _split_of(parts: Iterable[str]) -> str:
             if words & {*names}:
                 return split
     return _NO_SPLIT
-
-
-# Files of a data set's card.
-
-
-def _check_files(files: Iterable[str], folder: Path | None) -> None:
-    """Check that a data set's files are in its folder."""
-    roots = () if folder is None else (folder.absolute(), folder.resolve())
-    for file in (file.rpartition("::")[2] for file in files):
-        if "://" in file and not file.startswith("file://"):
-            inside = folder is None
-        else:
-            path = Path(os.path.normpath(Path(file.removeprefix("file://")).absolute()))
-            inside = any(path.is_relative_to(os.path.normpath(root)) for root in roots)
-        if not inside:
-            location = "on this disk" if folder is None else f"outside of the folder {folder}"
-            raise UserError(
-                f"a data set must name its own files; given {cut(file, 200)}, which is {location}: remove it from the "
-                "card (README.md, or the JSON beside it), or name that file as a separate source"
-            )
 
 
 _LOOKS = {

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
 from jdp.base.hub_source import HF, STREAM
+from jdp.base.machine import portions
 from jdp.base.notices import notice
 from jdp.data.held_out import content_score
 from jdp.data.sources.files import STDLIB, PathLike, read_file, text_files
@@ -86,7 +87,8 @@ def find_text(source: PathLike | Sequence[PathLike]) -> Found:
 def _tokenised(found: Found, field: str, tokenizer: Tokenizer) -> Iterator[tuple[TokenArray, NDArray[np.float64]]]:
     """Yield documents as tokens, with their scores, and report text that contains the separator."""
     doubtful = 0
-    for names, documents in _batches(text_documents(found, field)):
+    for batch in portions(text_documents(found, field), lambda named: len(named[1]), _BATCH_BYTES):
+        names, documents = zip(*batch, strict=True)
         tokens = tokenizer.tokenize(documents, names)
         is_separator = tokens.ids == tokenizer.separator
         if tokenizer.adds_bos and tokenizer.bos == tokenizer.separator:
@@ -98,20 +100,6 @@ def _tokenised(found: Found, field: str, tokenizer: Tokenizer) -> Iterator[tuple
         unit = "byte" if tokenizer.name == BYTES else "token"
         closing = f"{unit} {tokenizer.separator}, which closes a document"
         notice(f"{found.name}: {closing}, is in {doubtful} of them; are they text?")
-
-
-def _batches(documents: Iterator[tuple[str, bytes]]) -> Iterator[tuple[list[str], list[bytes]]]:
-    """Yield names and documents, a few MiB at a time."""
-    names, batch, size = list[str](), list[bytes](), 0
-    for name, document in documents:
-        names.append(name)
-        batch.append(document)
-        size += len(document)
-        if size >= _BATCH_BYTES:
-            yield names, batch
-            names, batch, size = [], [], 0
-    if batch:
-        yield names, batch
 
 
 def text_documents(found: Found, field: str) -> Iterator[tuple[str, bytes]]:

@@ -5,7 +5,7 @@
 3. Join a side's documents end to end, each closed by a separator, in one array of the smallest unsigned integer type:
    the only copy. It is in memory, or for 64 MiB of text and more in files (`sides.py`), with the same samples. Reading
    a sample makes int32 rows.
-4. Cut it into samples: anywhere ("stream"), or documents side by side ("documents", jdp.data.text.packing). In a
+4. Cut it into samples: anywhere ("stream"), or documents side by side ("documents"). In a
    stream, the last target of a sample is the first token of the next, so every token but the first is a target exactly
    once.
 """
@@ -28,9 +28,8 @@ from jdp.data.batches import NumpyBatch
 from jdp.data.sources.files import PathLike
 from jdp.data.text.documents import text_tokens
 from jdp.data.text.id_rows import id_tokens
-from jdp.data.text.packing import PackedRows, packed_rows
-from jdp.data.text.sides import TextSides, text_sides
-from jdp.data.text.token_array import MappedTokens, TokenArray
+from jdp.data.text.sides import text_sides
+from jdp.data.text.token_array import MappedTokens, PackedRows, TokenArray, packed_rows
 from jdp.data.text.tokenizers import BYTES, Bytes, Tokenizer, open_tokenizer
 
 Packing = Literal["stream", "documents"]
@@ -242,29 +241,16 @@ def text_data(
         tokens = id_tokens(source, read, vocab_size or opened.vocab_size)
     else:
         tokens = text_tokens(source, field, opened)
-    return _text_data(text_sides(tokens, heldout_fraction, in_files), tokens.name, opened, length, packing)
-
-
-def _text_data(sides: TextSides, name: str, tokenizer: Tokenizer | None, length: int, packing: Packing) -> TextData:
-    """Cut or pack both sides into samples."""
+    sides = text_sides(tokens, heldout_fraction, in_files)
     size = len(sides.train.ids)
     if packing == "stream" and size <= length:
-        given = f"{size} (of {size + len(sides.heldout.ids)} in {name}, the others held out)"
+        given = f"{size} (of {size + len(sides.heldout.ids)} in {tokens.name}, the others held out)"
         needed = f"length {length} needs {length + 1} tokens"
         raise UserError(f"training text must fill one sample: {needed}; given {given}: use a smaller length")
     if not sides.whole:
-        notice(f"{name}: too few documents to hold out whole ones, so the tail of each is held out")
+        notice(f"{tokens.name}: too few documents to hold out whole ones, so the tail of each is held out")
     train, heldout = (
         TextSamples(side.ids, length, side.bounds, side.weights, packing) for side in (sides.train, sides.heldout)
     )
-    return TextData(
-        name=name,
-        documents=sides.documents,
-        train=train,
-        heldout=heldout,
-        whole=sides.whole,
-        vocab_size=sides.vocab_size,
-        tokenizer=tokenizer,
-        digest=sides.digest,
-        folder=sides.folder,
-    )
+    size, digest, folder = sides.vocab_size, sides.digest, sides.folder
+    return TextData(tokens.name, sides.documents, train, heldout, sides.whole, size, opened, digest, folder)

@@ -40,7 +40,6 @@ from jdp.data.text.token_array import MappedTokens, TokenArray, TokenSource, sma
 IN_FILES_BYTES = 2**26  # of a source: less takes a second or two to read
 _SIDES = ("train", "heldout")
 _VERSION = 3  # of the files' format
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +60,9 @@ def text_sides(source: TokenSource, heldout_fraction: float, in_files: bool | No
     check_fraction(heldout_fraction)
     if in_files is None:
         in_files = source.size is None or source.size >= IN_FILES_BYTES
-    if in_files and source.vocab_size is not None:
-        sides = _in_files(source, source.vocab_size, heldout_fraction)
-        if sides is not None:
-            return sides
     if source.vocab_size is not None:
-        return _split(source, heldout_fraction, smallest_uint(source.vocab_size))
+        sides = _in_files(source, source.vocab_size, heldout_fraction) if in_files else None
+        return sides or _split(source, heldout_fraction, smallest_uint(source.vocab_size))
     sides = _split(source, heldout_fraction, np.dtype(np.uint32))
     size = 1 + max(int(side.ids.max(initial=0)) for side in (sides.train, sides.heldout))
     train, heldout = (replace(side, ids=side.ids.astype(smallest_uint(size))) for side in (sides.train, sides.heldout))
@@ -74,14 +70,21 @@ def text_sides(source: TokenSource, heldout_fraction: float, in_files: bool | No
 
 
 def _in_files(source: TokenSource, vocab_size: int, heldout_fraction: float) -> TextSides | None:
-    """Return the tokens in files, written if missing; None if they cannot be written."""
+    """Return the tokens in files, written if missing; None if they cannot be written, which is reported."""
     dtype = smallest_uint(vocab_size).newbyteorder("<")
     key = Cache.key(f"tokens {_VERSION}", source.identity, repr((vocab_size, heldout_fraction)))
     folder, host = default_folder() / "token_files" / key, re.sub(r"[^\w-]", "_", platform.node())
     own = folder.with_name(f"{key}.{host}.{os.getpid()}")
     if (written := _opened(folder, dtype, vocab_size)) is not None:
         return written
-    if not _can_be_written(folder.parent):
+    try:
+        make_folder(folder.parent)
+        tempfile.TemporaryFile(dir=folder.parent).close()
+    except OSError as error:
+        notice(
+            f"each process holds the tokens in memory, because {folder.parent} cannot be written ({error.strerror}): "
+            "set JDP_CACHE_DIR to another folder"
+        )
         return None
     with _one_process(folder):
         if (written := _opened(folder, dtype, vocab_size)) is not None:
@@ -127,22 +130,6 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> TokenArray:
         np.asarray(np.memmap(path.with_suffix(".bounds"), np.dtype("<i8"), mode="r")),
         MappedTokens(weights, np.dtype("<f4")) if weights.stat().st_size else None,
     )
-
-
-def _can_be_written(folder: Path) -> bool:
-    """Return True if the folder for token files can be written; else report it."""
-    try:
-        make_folder(folder)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError as error:
-        if error.errno not in _NOT_WRITABLE:
-            raise
-        notice(
-            f"each process holds the tokens in memory, because {folder} cannot be written ({error.strerror}): set "
-            "JDP_CACHE_DIR to another folder"
-        )
-        return False
 
 
 @contextmanager

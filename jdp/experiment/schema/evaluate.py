@@ -15,7 +15,7 @@ from jdp.base.errors import UserError
 from jdp.base.toml import cut
 from jdp.base.words import nearest
 from jdp.experiment.schema.data import ARRAYS, words_of
-from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs import GPTConfig
 
 PERPLEXITY, BITS_PER_BYTE, ACCURACY = "perplexity", "bits_per_byte", "accuracy"
 _TOP = re.compile(r"top([1-9][0-9]{0,8})_accuracy")

@@ -29,9 +29,8 @@ from jdp.experiment.schema.fields import NONE, CompilerTable, PackageName, Rule,
 from jdp.experiment.schema.model import NEEDED, AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import USED_BY, LossTable, Optimizer, unused
 from jdp.experiment.schema.train import Guard, Sample, Train
-from jdp.models.configs.gpt import GPTConfig
-from jdp.models.configs.sizes import ModelConfig
-from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
+from jdp.models.configs import GPTConfig, ModelConfig
+from jdp.models.sizes import parameter_lower_bound, traced_layers
 
 __all__ = [
     "NONE",

@@ -19,9 +19,8 @@ from jdp.experiment.keys import described_fields
 from jdp.experiment.make import with_defaults
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, Single, Whole
 from jdp.experiment.schema.made import Made
-from jdp.models.configs.gpt import GPTConfig
-from jdp.models.configs.mlp import MLPConfig
-from jdp.models.configs.sizes import SIZES, ModelConfig
+from jdp.models.configs import GPTConfig, MLPConfig, ModelConfig
+from jdp.models.sizes import SIZES
 
 HF = "hf:"
 """Prefix of a folder with a Hugging Face config.json, in place of the name of a size."""

@@ -18,7 +18,7 @@ from jdp.experiment.schema.fields import (
     Section,
 )
 from jdp.experiment.schema.model import Model
-from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs import GPTConfig
 
 
 class Train(Section):

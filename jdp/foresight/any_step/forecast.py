@@ -3,35 +3,47 @@
 1. Trace the function and move its program onto the target's mesh (`traced.py`, `relocate.py`).
 2. Compile it, or read the result from the cache.
 3. Read memory, traffic and schedule from the program, as for a jdp step.
-4. Compare the traffic with a strategy's row, or with a number of bytes (`against.py`).
+4. Compare the traffic with a number of bytes, or with a strategy's row (`traffic/theory.py`).
+
+The row is for one microbatch, with B bytes of parameters and N devices that share the batch. All is in the parameters'
+dtype:
+
+    ddp           all-reduce B                        2(N-1)/N · B on the wire
+    zero1, zero2  reduce-scatter B, all-gather B      2(N-1)/N · B
+    zero3         reduce-scatter B, all-gather 2·B    3(N-1)/N · B at most
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdp.base.disk_cache import Cache
 from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes, listed
 from jdp.base.toml import described
-from jdp.core.sharding.placement import Placement, axes_of
-from jdp.foresight.any_step.against import bound, chosen
+from jdp.base.tree_paths import matches
+from jdp.base.words import is_integer, nearest
+from jdp.core.sharding.placement import Placement, axes_of, bytes_per_device
+from jdp.core.sharding.strategy import strategy
 from jdp.foresight.any_step.relocate import Relocated, move
 from jdp.foresight.any_step.traced import Argument
 from jdp.foresight.memory import memory_by_argument
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, on_target
 from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.targets.resolve import target as named
-from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.contract import TINY, TOLERANCE, collectives_on
 from jdp.foresight.traffic.origin import Parameters, Reading
-from jdp.foresight.traffic.sends import Sent, activations, sent_by
+from jdp.foresight.traffic.sends import activations, sent_by
 from jdp.foresight.traffic.symptoms import symptoms
+from jdp.foresight.traffic.theory import ring_bytes
 
 
 def forecast(
@@ -62,6 +74,12 @@ def forecast(
     counted = [each for each in sent if each.over_batch or limit is None or not limit.over_batch]
     wire = sum(each.wire_bytes for each in counted)
     kept = None if limit is None else wire <= TOLERANCE * limit.wire_bytes
+    breaches, excess = list[str](), 0.0 if limit is None or kept else wire - limit.wire_bytes
+    for each in counted:  # most bytes first, until the rest is within the bound
+        if excess <= 0:
+            break
+        breaches.append(str(each))
+        excess -= each.wire_bytes
     kinds = {id(each): "parameters" for each in parameters or ()}
     held = memory_by_argument(
         compiled,
@@ -77,19 +95,16 @@ def forecast(
         notes.append("a strategy's row is for one microbatch, gradients and gathered weights in the parameters' dtype")
     notes += [CPU_PROGRAM] if devices.devices[0].platform == "cpu" else []
     return StepReport(
+        **on_target(held, compiled, devices),
         name=moved.traced.name,
         kept=kept,
-        target=str(devices),
         mesh=dict(moved.mesh.shape),
         wire_bytes_per_device=wire,
         bound_wire_bytes_per_device=None if limit is None else limit.wire_bytes,
         bound_words="" if limit is None else limit.words,
         ratio=wire / limit.wire_bytes if limit and limit.wire_bytes else None,
-        memory=held,
-        headroom=None if devices.memory_bytes is None else held.fits(devices.memory_bytes),
         sent=sent,
-        timeline=timeline(compiled.program, devices) if devices.chip is not None else None,
-        breaches=() if limit is None or kept else tuple(_breaches(counted, wire - limit.wire_bytes)),
+        breaches=tuple(breaches),
         symptoms=signs,
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -111,15 +126,6 @@ def _reading(compiled: Compiled, moved: Relocated, parameters: Iterable[Argument
     return Reading(compiled, moved.mesh, moved.batch_axes, found, donated, offloads)
 
 
-def _breaches(sent: Iterable[Sent], excess: float) -> Iterator[str]:
-    """Yield tensors sent, most bytes first, until the rest is within the bound."""
-    for each in sent:
-        if excess <= 0:
-            return
-        yield str(each)
-        excess -= each.wire_bytes
-
-
 def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
     """Yield arguments that could be donated: a result has the same shape."""
     if any(each.donated for each in moved.traced.arguments):
@@ -137,3 +143,64 @@ def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
             f"Donation: no argument is donated, so {listed(first)} ({format_bytes(total)} a device) are held "
             "beside their new values. Donate them: jax.jit(step, donate_argnums=...), and use the step's results."
         )
+
+
+# The bound.
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bytes that a device may send."""
+
+    wire_bytes: float  # a step
+    words: str  # whose bytes these are: "of zero3 for 12 MiB of parameters", "that were given"
+    over_batch: bool  # only collectives along the batch's axes count
+
+
+def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Relocated) -> Bound:
+    """Return the bytes that a device may send."""
+    if not isinstance(against, str):
+        if isinstance(against, bool) or not math.isfinite(against) or against < 0:
+            raise UserError(
+                f"against is a strategy's name or the bytes that a device may send a step; given {against!r}. Pass "
+                "'zero3' or 500e6."
+            )
+        return Bound(float(against), "that were given", over_batch=False)
+    row, mesh = strategy(against), moved.mesh
+    if parameters is None:
+        raise UserError(
+            f"Comparing with a strategy requires the parameters; given against={against!r} and no params. Name the "
+            "arguments: params=0, params='model' or params='state/params/*'."
+        )
+    devices = math.prod(mesh.shape[axis] for axis in moved.batch_axes)
+    size = 0
+    for each in parameters:  # an array's shard of the model's own axes, gathered along the batch's
+        entries = each.sharding.spec if each.sharding is not None else ()
+        own = {axis for entry in entries for axis in axes_of(entry)} - {*moved.batch_axes}
+        size += bytes_per_device(each.shape, each.dtype, math.prod(mesh.shape[axis] for axis in own))
+    kinds = (
+        ["reduce-scatter", *["all-gather"] * (2 if row.gather == "use" else 1)] if row.shard_state else ["all-reduce"]
+    )
+    wire = sum(ring_bytes(kind, size, devices) for kind in kinds)
+    return Bound(wire, f"of {row.name} for {format_bytes(size)} of parameters", over_batch=True)
+
+
+def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argument]) -> list[Argument] | None:
+    """Return the floating-point arrays that `params` names; None if it is None."""
+    if params is None:
+        return None
+    if is_integer(params):
+        named = [each for each in arguments if each.number == params]
+    else:
+        patterns = [params] if isinstance(params, str) else [*params]  # pyright: ignore[reportGeneralTypeIssues]
+        wanted = [*patterns, *(f"{pattern}/*" for pattern in patterns)]
+        named = [each for each in arguments if matches(each.path, wanted)]
+    found = [each for each in named if jnp.issubdtype(each.dtype, jnp.floating)]
+    if not found:
+        first = list(dict.fromkeys(each.path for each in arguments))
+        hint = nearest(str(params), first, cutoff=0.3)
+        raise UserError(
+            f"params names floating-point arguments of the step, such as {first[0]}; given {params!r}, which none "
+            f"matches{hint}"
+        )
+    return found

@@ -123,7 +123,6 @@ _CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
 def _of_instruction(
     step: Instruction, program: Program, of_computation: Callable[[str], tuple[Collective, ...]]
 ) -> Iterable[Collective]:
-    """Return the collectives of one execution of an instruction, also in called computations."""
     if step.opcode.endswith("-done") or (step.kind not in KINDS and step.kind not in _CALLERS):
         return []
     if step.kind in KINDS:

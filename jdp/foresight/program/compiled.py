@@ -96,7 +96,6 @@ def _key(lowered: jax.stages.Lowered, described: str) -> str:
 
 
 def _read_entry(file: BinaryIO) -> Compiled:
-    """Return what an earlier process compiled. Raises ValueError for an entry of other fields."""
     entry = json.loads(zlib.decompress(file.read()))
     if not isinstance(entry, dict) or set(entry) != {f.name for f in fields(Compiled)}:
         raise UserError("an entry of another version")
@@ -144,7 +143,6 @@ def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 
 def _explained(error: Exception) -> str:
-    """Return the first line of XLA's error, with a fix if memory ran out."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
         return (

@@ -28,7 +28,7 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, Device
 from jdp.foresight.program.compiled import Compiled, compile_step
-from jdp.foresight.targets.gpu_config import fields
+from jdp.foresight.targets.descriptions import fields
 from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.targets.resolve import target as named
 
@@ -152,7 +152,6 @@ def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
 
 
 def _mesh(step: Step, state: TrainState, on: Target | None) -> Mesh:
-    """Return the plan's axes on the target; `data` takes the remaining devices."""
     if on is None:
         return mesh_of(state) or step.plan.mesh
     try:
@@ -174,7 +173,7 @@ def dtype_on_device(dtype: Any) -> Any:
 
 
 ASSUMED = 91_000
-"""cuDNN 9.10, as in `gpu_config.written`, for a description without a version."""
+"""cuDNN 9.10, as in `written`, for a description without a version."""
 _LOCK = threading.RLock()
 
 

@@ -5,7 +5,7 @@ it by a text proto of published numbers. It returns stand-ins for 64 devices on 
 devices. A step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those devices
 would run. This needs the compiler, `pip install 'jdp[aot]'`, but no GPU, driver or CUDA library; for TPUs
 (`tpu-v5e:4x4`) `pip install 'jdp[tpu]'`. `target("cpu:8")` is the virtual CPU devices of this process, and
-`target("cluster.toml:64x8")` GPUs that a file describes (`cluster_file.py`).
+`target("cluster.toml:64x8")` GPUs that a file describes (`descriptions.py`).
 `target_of(None)` is the devices of this machine or cluster.
 
 Nothing happens on import: jax's plugins are loaded for the first target that needs one.
@@ -30,8 +30,7 @@ from jdp.base.user_path import user_path
 from jdp.base.words import nearest
 from jdp.core.sharding.mesh import mesh_of
 from jdp.core.types import Device, PyTree
-from jdp.foresight.targets.cluster_file import read
-from jdp.foresight.targets.gpu_config import written
+from jdp.foresight.targets.descriptions import read, written
 
 _GRAMMAR = (
     "a target is KIND:HOSTSxPER_HOST, such as h100:8x8 (8 hosts with 8 GPUs each) or cluster.toml:8x8 (GPUs that a "
@@ -124,7 +123,6 @@ def _parse(name: str) -> tuple[str, str]:
 
 
 def _cpu_devices(name: str, wanted: int) -> tuple[Device, ...]:
-    """Return the first `wanted` CPU devices of this process."""
     try:
         present = jax.local_devices(backend="cpu")
     except RuntimeError:  # JAX_PLATFORMS names other platforms only
@@ -146,7 +144,6 @@ def _installed(package: str) -> str | None:
 
 
 def _check_compiler(name: str) -> None:
-    """Raise ValueError with the package to install, before jax or XLA fail less clearly."""
     families = [(f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt") for n in (13, 12)]
     family = next((f for f in families if all(map(_installed, f))), None)
     if family is None:
@@ -175,7 +172,6 @@ def _has_toolkit() -> bool:
 
 
 def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Device, ...]:
-    """Return XLA's stand-ins for GPUs that `config` describes (`gpu_config.written`)."""
     from jax.experimental import topologies
 
     # XLA reads "NVLINK_DOMAINSxHOSTS_PER_DOMAINxDEVICES_PER_HOST" (xla/pjrt/gpu/gpu_topology.proto). Hosts of the kinds

@@ -202,7 +202,6 @@ class _Demand:
         self.read = sum(self._bytes(by_name[name]) for name in self.elements if name not in self.made)
 
     def _bytes(self, operand: Instruction) -> float:
-        """Return the bytes read of an input: elements needed twice are read once."""
         size = _size(operand)
         return operand.result_bytes * min(1.0, self.elements[operand.name] / size) if size else 0.0
 

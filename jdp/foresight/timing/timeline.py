@@ -184,7 +184,6 @@ class _Walk:
             self.events.append(Event(op.step.name, LANES[op.kind], start, op.seconds, what, source, bytes=op.bytes))
 
     def _record_remaining_rounds(self, op: TimedOp) -> None:
-        """Record one event for each lane for the remaining rounds, with their busy seconds."""
         if not self.recording:
             return
         times, busy = op.trips - _ROUNDS_SHOWN, Counter[str]()

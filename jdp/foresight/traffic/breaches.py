@@ -219,7 +219,6 @@ class _Judge:
         return next(iter(promises), None)
 
     def _allowance(self, promise: Promise, parameters: tuple[Placement, ...]) -> float:
-        """Return the payload bytes a step promised for these parameters."""
         if promise.kind == "all-gather" and self.promised.gathered is not None:
             gathered, paths = self.promised.gathered, {placement.path for placement in parameters}
             total = sum(each.payload_bytes for each in gathered)
@@ -230,13 +229,11 @@ class _Judge:
         return promise.payload_bytes * self.parameters.working_elements(counted) / max(promise.parameters, 1)
 
     def _use_up(self, key: tuple[str, tuple[str, ...]], allowance: float, size: float) -> float:
-        """Subtract `size` from the rest of an allowance; return the rest before."""
         left = self._left.get(key, allowance)
         self._left[key] = left - size
         return left
 
     def _issued(self, kind: str, piece: Piece) -> list[Issued]:
-        """Return the collectives of the step's trace that may send this tensor."""
         sizes = [size for size in piece.dims if size > 1]
         issued = self.step.sends.issued if self.step.sends is not None else ()
         return [each for each in issued if each.kind == kind and [size for size in each.dims if size > 1] == sizes]

@@ -160,7 +160,7 @@ def compare(collectives: Iterable[MeshCollective], promised: Theory, stray_bytes
     # The total covers exact rows, so kinds need no check of their own. But narrower reductions leave a margin.
     checked = {"all-gather"} if promised.gathered is not None else set[str]()
     checked |= promised.packed.keys()
-    each_kept = all(row.kept for row in rows if promised.promise(row.kind) is None or row.kind in checked)
+    each_kept = all(row.kept for row in rows if not promised.of_kind(row.kind) or row.kind in checked)
     kept = total <= TOLERANCE * bound and each_kept and stray_bytes <= SLACK * bound
     model_axes = tuple(
         _row(kind, along_model, None) for kind in dict.fromkeys(each.collective.kind for each in along_model)

@@ -71,7 +71,6 @@ class Sites:
 
     @cached_property
     def _scan(self) -> Instruction | None:
-        """The loop over the microbatches, if XLA left one."""
         loops = [s for steps in self.program.computations.values() for s in steps if s.opcode == "while"]
         return next((loop for loop in loops if self._is_scan(loop)), None)
 
@@ -127,7 +126,6 @@ class Sites:
         return next(written, next((lines[0] for lines in candidates if lines), None))
 
     def _concatenated(self, operand: Instruction, names: Names) -> list[Instruction]:
-        """Return the parts of a concatenated operand; else the operand."""
         if operand.opcode == "concatenate":
             return [names[name] for name in operand.operands]
         for called in operand.called.get("calls", ()):

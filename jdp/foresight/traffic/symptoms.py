@@ -47,7 +47,6 @@ _MESH = re.compile(r"mesh\[(.*?)\], \[(.*)\]")
 
 
 def _resharded(compiled: Compiled, parameters: Parameters) -> Iterator[str]:
-    """Yield XLA's warnings, with the tensor and the source line in place of HLO."""
     for warning in compiled.warnings:
         operation = _OPERATION.search(warning)
         if "ematerializ" not in warning or operation is None:

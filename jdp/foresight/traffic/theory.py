@@ -167,10 +167,6 @@ class Theory:
         """Bytes that each device sends a step."""
         return sum(promise.wire_bytes for promise in self.promises)
 
-    def promise(self, kind: str) -> Promise | None:
-        """Return the promise of one kind of collective; None if the row does not name it."""
-        return next((promise for promise in self.promises if promise.kind == kind), None)
-
 
 Leaf = tuple[int, Placement]
 """The elements of a parameter on a device, and its placement."""
@@ -239,7 +235,11 @@ def _gathers(
     n, c = plan.mesh.shape[DATA], settings.precision.compute_dtype.itemsize
     times = {"never": 0, "step": 1, "use": 2 * settings.accumulate}[plan.row.gather]
     rounds = settings.accumulate if plan.row.gather == "use" else 1
-    working = [(times * _gathered_bytes(count, leaf, c), leaf) for count, leaf in leaves]
+    working: list[tuple[int, Placement]] = []
+    for count, leaf in leaves:
+        dtype = jnp.dtype(leaf.dtype)
+        is_cast = leaf.trained and jnp.issubdtype(dtype, jnp.floating)  # a frozen one is sent in its dtype at rest
+        working.append((times * count * (c if is_cast else min(c, dtype.itemsize)), leaf))
     most = exact = sum(size for size, _ in working)
     if gathered is not None:
         small = sum(size for size, leaf in working if leaf.dim is None)
@@ -258,10 +258,3 @@ def _unsharded(plan: Plan, trained: Sequence[Leaf], bytes_each: int) -> Unsharde
     small = [(each.path, count) for count, each in whole if math.prod(each.shape) < limit]
     payload = bytes_each * sum(count for _, count in small)
     return Unsharded(tuple(path for path, _ in small), limit, payload, plan.batch_shards)
-
-
-def _gathered_bytes(elements: int, placement: Placement, itemsize: int) -> int:
-    """Return the bytes in the result of one gather of a parameter's `elements`."""
-    if placement.trained and jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating):
-        return elements * itemsize
-    return elements * min(itemsize, jnp.dtype(placement.dtype).itemsize)  # a frozen one in its dtype at rest

@@ -52,7 +52,6 @@ def examine_devices() -> list[Finding]:
 
 
 def _gpu_remedy() -> str:
-    """Return the fix if JAX does not use a GPU of this machine."""
     for variable in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
         if variable in os.environ:
             return f"unset {variable}, which is {os.environ[variable]!r}"
@@ -62,7 +61,6 @@ def _gpu_remedy() -> str:
 
 
 def _library(platform: str) -> str:
-    """Return the devices' communication library."""
     rdma = Path("/sys/class/infiniband")
     names = sorted(each.name for each in rdma.iterdir()) if rdma.is_dir() else []
     wire = f"RDMA by {listed(names)}" if names else "TCP; there is no RDMA device"

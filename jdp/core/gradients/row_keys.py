@@ -1,13 +1,13 @@
 """Random numbers by global row: a loss on some rows draws for them what it draws for the whole batch.
 
 A loss that draws `jax.random.bernoulli(rng, 0.9, x.shape)` gets the same masks on one device and on a thousand, in one
-microbatch and in eight. Under `jit`, on global arrays, JAX's partitionable threefry does that. On one device's rows
+microbatch and in eight. Under `jit`, on global arrays, JAX's partitionable threefry ensures that. On one device's rows
 (`shard_map`) or on a microbatch a plain key would give every part the same mask.
 
-There the loss gets a *row key*: a typed key that knows which global rows the local ones are, row = offset + stride ×
+There the loss gets a *row key*: a typed key that knows the global numbers of the local rows, row = offset + stride ×
 local row. A draw that counts rows hashes the indices that its elements have in the draw for the whole batch. Any other
-draw is the same for every part. Which draws count rows is read from the loss, traced at two numbers of rows: a
-dimension of the draw's shape doubles (`read_draws`). Nothing else is read, and nothing is replayed.
+draw is the same for every part. A draw counts rows if a dimension of its shape doubles when the rows double: the loss
+is traced at two numbers of rows (`read_draws`). Nothing else is read, and nothing is replayed.
 
 Counter layout: jax's `threefry2x32` in its partitionable form hashes the 64-bit linear index of each element
 (Salmon et al. 2011, doi:10.1145/2063384.2063405; jax-ml/jax design note 3263).
@@ -43,12 +43,12 @@ Drawn = tuple[str, Shape]
 
 @dataclass(frozen=True)
 class RowDraws:
-    """Which draws of a loss count rows, by their shapes.
+    """The draws of a loss that count rows, by their shapes.
 
     Attributes:
-        rows: number of rows that the loss was traced on.
-        by_row: (kind and shape, product of the dimensions before the rows' one) of each draw that counts rows.
-        shared: kinds and shapes of the draws that do not.
+        rows: the number of rows for which the loss was traced.
+        by_row: (kind and shape, product of the dimensions before the rows' dimension) of each draw that counts rows.
+        shared: kinds and shapes of the other draws.
     """
 
     rows: int
@@ -56,7 +56,7 @@ class RowDraws:
     shared: frozenset[Drawn] = frozenset()
 
     def key(self, key: jax.Array, *, offset: Any, stride: int, total: int) -> jax.Array:
-        """Return the row key of a part of the batch, made of the step's key.
+        """Return the row key of a part of the batch, made from the step's key.
 
         Args:
             key: scalar threefry key, the same on every device.
@@ -75,31 +75,29 @@ def draws_anything(jaxpr: Jaxpr) -> bool:
 
 
 def row_key_shape(rows: int) -> jax.ShapeDtypeStruct:
-    """Return the shape of a row key that a loss is traced with to read its draws; it cannot draw."""
+    """Return the shape of a row key with which a loss is traced to read its draws; it cannot draw."""
     make = functools.partial(RowDraws(rows).key, offset=0, stride=1, total=rows)
     return jax.eval_shape(lambda: make(jax.random.key(0, impl=THREEFRY)))
 
 
 def is_of_row_key(error: Exception) -> bool:
-    """Return True for an error of a function of `jax.random` that takes no row key."""
+    """Return True for an error of a function of `jax.random` that does not accept row keys."""
     return _PREFIX in str(error)
 
 
 def read_draws(few: Jaxpr, many: Jaxpr, rows: int, key: Any) -> RowDraws:
-    """Return which draws of a loss count rows.
+    """Return the draws of a loss that count rows.
 
     Args:
         few: the loss, traced on `rows` rows with a row key.
-        many: the same on twice as many.
+        many: the same on twice as many rows.
         key: the step's key.
 
     Raises:
-        PartsError: the rows of a draw cannot be told.
+        PartsError: the rows of a draw cannot be identified.
     """
-    if "fry" not in str(key.dtype):  # threefry's; no key is made here, as devices may be described
-        raise PartsError(
-            f"it draws from a {key.dtype}, whose numbers have no index; use jax.random.key(seed), which is threefry2x32"
-        )
+    if "fry" not in str(key.dtype):  # threefry's; no key is made here, because devices may be described
+        raise PartsError(f"it draws from a {key.dtype}, whose numbers have no index; use jax.random.key(seed)")
     return _compared([*_draws(few)], [*_draws(many)], rows)
 
 
@@ -109,8 +107,8 @@ class _Draw:
 
     Attributes:
         line: the user's source line.
-        carried: of a scan: it draws from a key that is carried or the same in each round.
-        numbered: of a `fold_in`: its numbers are constants of the program, such as `arange(rows)`.
+        carried: for a scan: it draws from a key that is carried or the same in each round.
+        numbered: for a `fold_in`: its numbers are constants of the program, such as `arange(rows)`.
     """
 
     kind: str
@@ -123,9 +121,9 @@ class _Draw:
 
 
 def _draws(jaxpr: Jaxpr, called_at: str | None = None) -> Iterator[_Draw]:
-    """Yield the random operations of a jaxpr in order, and the scans that hold some.
+    """Yield the random operations of a jaxpr in order, and the scans that contain some.
 
-    A jitted function is traced once, whoever calls it: `called_at` is the line of the call.
+    A jitted function is traced once for all callers: `called_at` is the line of the call.
     """
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     for eqn in jaxpr.eqns:
@@ -139,7 +137,8 @@ def _draws(jaxpr: Jaxpr, called_at: str | None = None) -> Iterator[_Draw]:
             numbered = _is_constant(numbers, makers)
             yield _Draw(kind, line, numbers.aval.shape, first.shape, _is_row_key(first), numbered=numbered)
         elif kind in _OTHERS:
-            yield _Draw(kind, line, _shape(eqn.outvars[0]), is_own=kind != "random_unwrap" or _is_row_key(first))
+            result: Any = eqn.outvars[0].aval
+            yield _Draw(kind, line, result.shape, is_own=kind != "random_unwrap" or _is_row_key(first))
         inside = [
             draw
             for inner in jaxprs_in_params(eqn.params)
@@ -151,16 +150,12 @@ def _draws(jaxpr: Jaxpr, called_at: str | None = None) -> Iterator[_Draw]:
         yield from inside
 
 
-def _shape(value: Any) -> Shape:
-    return value.aval.shape
-
-
 def _is_row_key(aval: Any) -> bool:
     return _PREFIX in str(aval.dtype)
 
 
 def _is_constant(value: Any, makers: dict[Var, JaxprEqn]) -> bool:
-    """Return True for a value that no input of its jaxpr reaches."""
+    """Return True for a value that does not depend on an input of its jaxpr."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -197,7 +192,7 @@ def _compared(few: list[_Draw], many: list[_Draw], rows: int) -> RowDraws:
         elif draw.is_own:
             (shared if draw.keys == twice.keys else per_row_keys).add((draw.kind, draw.shape))
     folds_rows = any(d.kind == "random_fold_in" and d.shape != t.shape for d, t in zip(few, many, strict=True))
-    shared |= per_row_keys if folds_rows else per_row_keys - by_row.keys()  # split by row, a key has rows of its own
+    shared |= per_row_keys if folds_rows else per_row_keys - by_row.keys()  # a key that is split by row has own rows
     if both := shared & by_row.keys():
         raise PartsError(_two_meanings(min(both)[1], rows))
     return RowDraws(rows, tuple(sorted(by_row.items())), frozenset(shared))
@@ -205,19 +200,17 @@ def _compared(few: list[_Draw], many: list[_Draw], rows: int) -> RowDraws:
 
 def _two_meanings(shape: Shape, rows: int) -> str:
     return (
-        f"two draws have the shape {list(shape)} for {rows} rows, and other dimensions of them count rows; take "
-        "another number of rows for each device and microbatch, or draw one of them in another shape"
+        f"two draws have the shape {list(shape)} for {rows} rows, and count rows differently; change the shape of one, "
+        "or the rows per device and microbatch"
     )
 
 
 def _before_rows(shape: Shape, twice: Shape, rows: int, line: str) -> int:
-    """Return the product of the dimensions before the one that counts rows."""
+    """Return the product of the dimensions before the dimension that counts rows."""
     dims = [dim for dim, pair in enumerate(zip(shape, twice, strict=False)) if pair[0] != pair[1]]
     if len(shape) != len(twice) or len(dims) != 1 or shape[dims[0]] % rows or twice[dims[0]] != 2 * shape[dims[0]]:
-        raise PartsError(
-            f"a draw has the shape {list(shape)} for {rows} rows and {list(twice)} for {2 * rows}, {line}; draw with "
-            "the rows leading"
-        )
+        shapes = f"the shape {list(shape)} for {rows} rows and {list(twice)} for {2 * rows}"
+        raise PartsError(f"a draw has {shapes}, {line}; draw with the rows leading")
     return math.prod(shape[: dims[0]])
 
 
@@ -231,8 +224,8 @@ def _impl(draws: RowDraws) -> Any:
             return _row_counts(words, shape, rows, before[kind, shape])
         if (kind, shape) not in draws.shared:
             raise UserError(
-                f"A loss draws the same shapes whenever it is traced; a draw of shape {list(shape)} was not there when "
-                "its draws were read. Draw the same in the rules of a custom derivative as in the function."
+                "A loss draws the same shapes whenever it is traced; given a new draw of shape "
+                f"{list(shape)}. Draw the same in the rules of a custom derivative as in the function."
             )
         linear = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
         return jnp.asarray((linear >> 32).astype(np.uint32)), jnp.asarray(linear.astype(np.uint32))
@@ -257,7 +250,7 @@ def _impl(draws: RowDraws) -> Any:
 
 
 def _seed(seed: Any) -> jax.Array:
-    raise UserError(f"A row key is made of the step's key; given the seed {seed}. Use jax.random.key(seed).")
+    raise UserError(f"A row key is made from the step's key; given the seed {seed}. Use jax.random.key(seed).")
 
 
 def _fold_in(words: jax.Array, data: Any) -> jax.Array:

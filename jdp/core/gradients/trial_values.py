@@ -1,4 +1,4 @@
-"""Values on which a loss is tried: weights and rows in general position, and keys whose draws are all the same."""
+"""Values on which a loss is tried: weights and rows in general position, and keys that draw a constant."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from jdp.core.types import Batch, PyTree
 
 
 def moved_weights(params: PyTree, amount: jax.Array) -> PyTree:
-    """Return parameters plus `amount` times noise: initial weights, such as a head of zeros, hide what rows do.
+    """Return parameters plus `amount` times noise, because initial weights, such as zeros, can hide effects of rows.
 
-    An array of one value gets more noise. Behind a head of zeros and a last scale of zeros, as in residual blocks, the
-    effects of both are multiplied.
+    A constant array gets more noise: a head of zeros and a last scale of zeros, as in residual blocks, multiply.
     """
 
     def moved(number: int, x: jax.Array) -> jax.Array:
@@ -42,7 +41,7 @@ def rows_at(batch: Batch, numbers: np.ndarray, sharding: NamedSharding) -> Batch
 
 
 def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
-    """Return rows that all differ if `amount` is 1, in their means too, as rows [sets, count, ...] of noise would not.
+    """Return rows [sets, count, ...] that all differ if `amount` is 1, also in their means.
 
     Positive numbers stay positive, and no index exceeds the largest.
     """
@@ -67,7 +66,7 @@ def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
 
 
 def drawn_like(tree: PyTree, shardings: PyTree, *, integers: int = 1, positive: bool = False) -> PyTree:
-    """Return arrays for abstract or traced ones, each sharded: integers up to `integers`, other numbers near 0 or 1."""
+    """Return sharded arrays with these shapes: integers up to `integers`, other numbers near 0, or 1 if `positive`."""
 
     def drawn(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         key = jax.random.key(number)
@@ -84,17 +83,13 @@ def drawn_like(tree: PyTree, shardings: PyTree, *, integers: int = 1, positive: 
     return structure.unflatten(make())
 
 
-def _constant_bits(_: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.full(shape, 0x7333333333333333 >> (64 - width), jnp.dtype(f"uint{width}"))
-
-
 @functools.cache
 def _constant_impl() -> Any:
     return jexr.define_prng_impl(
         key_shape=(1,),
-        seed=lambda seed: jnp.zeros(1, jnp.uint32),
+        seed=jnp.atleast_1d,  # it is never called
         split=lambda key, shape: jnp.broadcast_to(key, (*shape, 1)),
-        random_bits=_constant_bits,
+        random_bits=lambda key, width, shape: jnp.full(shape, 0x7333333333333333 >> (64 - width), f"uint{width}"),
         fold_in=lambda key, data: key,
         name="jdp_constant",
         tag="jdpc",
@@ -102,5 +97,5 @@ def _constant_impl() -> Any:
 
 
 def constant_key() -> jax.Array:
-    """Return a key whose words are all the same: uniform 0.45, normal -0.13, permutations that permute nothing."""
+    """Return a key that always draws the same: uniform 0.45, normal -0.13, the identity as permutation."""
     return jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_impl())

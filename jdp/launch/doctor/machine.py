@@ -1,12 +1,16 @@
-"""Versions of jdp's requirements, JAX, jaxlib and plugins by pip's records; JAX is not imported."""
+"""This machine without JAX: versions by pip's records, and the disk of the runs, its space, inodes and writing."""
 
 import importlib.metadata
+import os
 import platform
 import re
+import secrets
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from jdp.base.disk_cache import default_folder, without_home
+from jdp.base.formatting import format_bytes
 from jdp.launch.doctor.findings import Finding
 
 SHOWN = ("jdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
@@ -32,7 +36,6 @@ def examine_versions() -> list[Finding]:
 
 
 def _unmet(package: str, only: str | None = None) -> list[Finding]:
-    """Return findings about unmet requirements of a package."""
     try:
         requires = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -93,3 +96,65 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+# The disk.
+
+LITTLE_ROOM = 2**30
+FEW_INODES = 10_000  # a checkpoint has tens of files per process
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    folder = folder.absolute()
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
+def examine_disk(folder: Path) -> list[Finding]:
+    """Check space, inodes and writing; write and remove a file."""
+    folder = existing(folder)
+    status = os.statvfs(folder)
+    mend = f"remove small files (du --inodes -x {folder} | sort -n | tail), or choose another --run-dir"
+    found = f"{status.f_favail:,} free of {status.f_files:,} at {folder}"
+    inodes = Finding.judged("inodes", found, mend, wrong=status.f_favail < FEW_INODES)
+    if not status.f_files:  # Btrfs and some network file systems have no fixed number
+        inodes = Finding("inodes", "ok", f"without a limit at {folder}")
+    return [examine_room(folder), inodes, _writing(folder)]
+
+
+def examine_cache() -> Finding:
+    """Check that the cache of compiled programs and tokens has a folder."""
+    folder = default_folder()
+    mend = "export JDP_CACHE_DIR=FOLDER, a folder that this user can write"
+    found = without_home(folder)
+    return Finding.judged("cache", found or str(folder), mend, note=found is not None)
+
+
+def examine_room(folder: Path, checkpoint: Path | None = None) -> Finding:
+    """Check the free space on a disk, also for a checkpoint as large as `checkpoint`."""
+    needed = 0 if checkpoint is None else sum(file.stat().st_size for file in checkpoint.rglob("*"))
+    status = os.statvfs(folder)
+    free, size = status.f_frsize * status.f_bavail, status.f_frsize * status.f_blocks
+    mend = f"make room (du -xh {folder} | sort -h | tail), or choose another --run-dir"
+    found = f"{format_bytes(free)} free of {format_bytes(size)} at {folder}"
+    found += f"; a checkpoint takes {format_bytes(needed)}" if needed else ""
+    check = "disk" if checkpoint is None else "next checkpoint"
+    return Finding.judged(check, found, mend, wrong=free < (needed or LITTLE_ROOM))
+
+
+def _writing(folder: Path) -> Finding:
+    if not folder.is_dir():
+        return Finding("writing", "wrong", f"{folder} is a file, not a folder", "choose another --run-dir")
+    probe = folder / f".jdp-doctor-{secrets.token_hex(8)}"
+    try:
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(4096))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        mend = f"make {folder} writable for this user, or choose another --run-dir"
+        return Finding("writing", "wrong", f"{folder} cannot be written: {error.strerror}", mend)
+    return Finding("writing", "ok", f"a file was written and removed at {folder}")

@@ -1,4 +1,6 @@
-"""The time of a step: seconds, timelines as two lanes of rectangles, the longest operations.
+"""The compiled step on a page: a device's memory as bars by class, and its timeline as two lanes of rectangles.
+
+Both have their numbers beside them as tables. Of the timeline:
 
 1. `_blocks` turns the events of a step into blocks, few enough for a page. Neighbours too short to distinguish are
    merged; rounds of a loop in one event stay one block.
@@ -14,11 +16,99 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import matplotlib as mpl
+from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
+
 from jdp.base.formatting import format_bytes, format_seconds
 from jdp.foresight.forecast import Estimate
-from jdp.foresight.program.collectives import KINDS
+from jdp.foresight.memory import CLASSES, Memory
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
-from jdp.report.page import without_roots
+from jdp.report.charts import FAINT, INK, PAPER, SETTINGS, chart, inline
+from jdp.report.page import COLOURS, without_roots
+
+# Memory.
+
+Held = Sequence[tuple[str, Estimate, Memory]]
+
+_HUES = ("blue", "green", "purple", "grey", "orange", "pale")
+_COLOURS = {name: COLOURS[hue] for name, hue in zip(CLASSES, _HUES, strict=True)}
+_FITS = {True: ", fits", False: ", does not fit", None: ""}
+_SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_FAR = 3.0  # times the longest bar: limits beyond it are not drawn, to keep bars visible
+_ROOM = 1.18  # for words after the longest bar
+
+
+def memory_section(estimates: Sequence[tuple[str, Estimate]]) -> dict[str, Any] | None:
+    """Return the values of the template's macro `memory`; None if no candidate compiled."""
+    held = [(name, each, each.memory) for name, each in estimates if each.memory and each.memory.total]
+    if not held:
+        return None
+    longest = max(memory.total for _, _, memory in held)
+    limit = held[0][1].available_bytes
+    line = "" if limit is None else "; dashed: " if limit <= _FAR * longest else "; beyond the axis: "
+    classes = [name for name in CLASSES if any(memory.by_class()[name] for _, _, memory in held)]
+    counts: list[tuple[str, list[int | None], str]] = [
+        *((CLASSES[name], [memory.by_class()[name] for _, _, memory in held], "") for name in classes),
+        ("total", [memory.total for _, _, memory in held], "total"),
+        ("at rest beside it", [memory.outside for _, _, memory in held], ""),
+        ("memory for a step", [each.available_bytes for _, each, _ in held], ""),
+    ]
+    counts = [(words, row, kind) for words, row, kind in counts if any(row)]
+    rooms = [(name, each.headroom) for name, each, _ in held if each.headroom is not None]
+    return {
+        "picture": _bars(held, longest),
+        "legend": [(CLASSES[name], _COLOURS[name]) for name in classes],
+        "limit": "" if limit is None else f"{line}the memory for a step, {format_bytes(limit)}",
+        "tight": [f"{name} {room.words}." for name, room in rooms if room.fraction or not room.fits],
+        "names": [name for name, _, _ in held],
+        "rows": [
+            [words, *("?" if count is None else format_bytes(count) for count in row)] for words, row, _ in counts
+        ],
+        "kinds": [kind for _, _, kind in counts],
+        "closed_form": _closed_form(held),
+    }
+
+
+def _bars(held: Held, longest: int) -> Markup:
+    unit, unit_name = next((each for each in _SIZES if longest >= each[0]), _SIZES[-1])
+    limits = {row: each.available_bytes for row, (_, each, _) in enumerate(held) if each.available_bytes is not None}
+    near = {row: limit / unit for row, limit in limits.items() if limit <= _FAR * longest}
+    with mpl.rc_context(SETTINGS):
+        figure, [axes] = chart(height=0.75 + 0.42 * len(held))
+        axes.set_xlim(0, _ROOM * max(longest / unit, *near.values(), 0.0))
+        axes.set_ylim(len(held) - 0.5, -0.5)
+        axes.set_yticks(range(len(held)), [name for name, _, _ in held])
+        axes.tick_params(axis="y", colors=INK, length=0)
+        axes.spines["left"].set_visible(False)
+        axes.set_xlabel(unit_name, color=FAINT)
+        for row, (_, estimate, memory) in enumerate(held):
+            begin = 0.0
+            for name, count in memory.by_class().items():
+                width = count / unit
+                if width:
+                    axes.barh(row, width, 0.66, begin, color=_COLOURS[name], edgecolor=PAPER, linewidth=0.6)
+                begin += width
+            limit = near.get(row, -1.0)
+            if limit >= 0:
+                axes.vlines(limit, row - 0.5, row + 0.5, color=INK, linewidth=1.6, linestyle=(0, (4, 2)))
+            behind = limit if begin <= limit < begin + (1 - 1 / _ROOM) * axes.get_xlim()[1] else begin  # not across it
+            label = f"{format_bytes(memory.total)}{_FITS[estimate.fits]}"
+            axes.annotate(label, (behind, row), (6, 0), textcoords="offset points", va="center", color=INK)
+        described = "Bytes of a device’s memory by class, for each candidate; the table below has the same numbers."
+        return inline(figure, described)
+
+
+def _closed_form(held: Held) -> list[list[str]]:
+    rows = dict[str, list[str]]()
+    for _, estimate, memory in held:
+        if (row := estimate.closed_form) is not None:
+            cells = (row.parameters, row.gradients, row.optimizer, row.total, memory.parameters + memory.optimizer)
+            rows.setdefault(estimate.strategy, [estimate.strategy, *map(format_bytes, cells)])
+    return [*rows.values()]
+
+
+# Time.
 
 MOST_RECTANGLES = 2400
 """Rectangles of all timelines together, to keep the page small for long programs."""
@@ -115,7 +205,10 @@ def _stretches_of(ordered: Iterable[Event], finest: float) -> list[list[Event]]:
 def _merged(events: Sequence[Event]) -> Block:
     """Return one event, or a group of short events from first start to last end, as a block."""
     first, longest = events[0], max(events, key=lambda event: event.seconds)
-    kinds = {_kind(event) for event in events}
+    kinds = {
+        next((kind for kind in _DRAWN_KINDS if kind in event.name or kind in event.what), "other") for event in events
+    }
+    kinds = {COMPUTE} if first.lane == COMPUTE else kinds
     kind = kinds.pop() if len(kinds) == 1 else "other"
     if len(events) == 1:
         return Block(first.lane, first.start, first.seconds, kind, _title(first), first.times)
@@ -134,13 +227,6 @@ def _title(event: Event) -> str:
     if event.source:
         parts.append(tail(without_roots(event.source), 60))
     return ", ".join(parts)
-
-
-def _kind(event: Event) -> str:
-    if event.lane == COMPUTE:
-        return COMPUTE
-    kind = next((kind for kind in KINDS if kind in event.name or kind in event.what), "other")
-    return kind if kind in _DRAWN_KINDS else "other"
 
 
 def tail(text: str, most: int) -> str:
@@ -189,10 +275,16 @@ def waits(timeline: Timeline) -> list[tuple[float, float]]:
 
 
 def _drawing(timeline: Timeline, axis_seconds: float, most: int) -> dict[str, Any]:
-    """Return the values of the template's macro `lanes`."""
-    blocks = _blocks(timeline, axis_seconds, most)
+    blocks, scale = _blocks(timeline, axis_seconds, most), _WIDTH / axis_seconds
+    rectangles: list[tuple[str, int, int, int, int, str]] = []  # kind, x, y, width, height, title
+    for block in blocks:
+        left, filled, top = round(block.start * scale), max(round(block.busy * _HEIGHT), 1), _TOP[block.lane]
+        width = max(round(block.end * scale) - left, 1)
+        if filled < _HEIGHT:
+            rectangles.append(("rest", left, top, width, _HEIGHT, block.title))
+        rectangles.append((block.kind, left, top + _HEIGHT - filled, width, filled, block.title))
     return {
-        "rectangles": [each for block in blocks for each in _rectangles(block, _WIDTH / axis_seconds)],
+        "rectangles": rectangles,
         "ticks": _ticks(axis_seconds),
         "labels": [
             (block.start / axis_seconds, _TOP[block.lane], block.times)
@@ -202,29 +294,15 @@ def _drawing(timeline: Timeline, axis_seconds: float, most: int) -> dict[str, An
     }
 
 
-def _rectangles(block: Block, scale: float) -> list[tuple[str, int, int, int, int, str]]:
-    """Return a block's rectangles (kind, x, y, width, height, title): two if it is partly filled."""
-    left, filled, top = round(block.start * scale), max(round(block.busy * _HEIGHT), 1), _TOP[block.lane]
-    width = max(round(block.end * scale) - left, 1)
-    rest = [("rest", left, top, width, _HEIGHT, block.title)] if filled < _HEIGHT else []
-    return [*rest, (block.kind, left, top + _HEIGHT - filled, width, filled, block.title)]
-
-
 def _ticks(axis_seconds: float) -> list[tuple[str, float, str]]:
     """Return (kind, place, time) of ticks below the lanes: finer for a zoom, fewer on a phone."""
     unit, name = next((each for each in _UNITS if axis_seconds >= each[0]), _UNITS[-1])
-    step, finer = _round_step(axis_seconds), _round_step(axis_seconds / 8)
-    kinds = {round(number * finer, 12): "fine tick" for number in _within(axis_seconds / finer)}
-    kinds |= {round(number * step, 12): "tick odd" if number % 2 else "tick" for number in _within(axis_seconds / step)}
-    return [(kind, at / axis_seconds, f"{at / unit:.4g} {name}" if at else "0") for at, kind in kinds.items()]
 
+    def places(most: int) -> list[float]:
+        """Return shares of the axis, which end before a label would be cut off."""
+        ticks = MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(0.0, axis_seconds)
+        return [share for tick in ticks if 0 <= (share := round(tick / axis_seconds, 9)) < 1]
 
-def _within(steps: float) -> range:
-    """Return the numbers of the steps that begin before the axis ends, where a label would be cut off."""
-    return range(math.ceil(steps * (1 - 1e-9)))
-
-
-def _round_step(span: float) -> float:
-    """Return 1, 2 or 5 times a power of ten that divides `span` into five to twelve parts."""
-    power = 10.0 ** math.floor(math.log10(span / 5))
-    return max(power * factor for factor in (1, 2, 5) if power * factor <= span / 5 * (1 + 1e-9))
+    kinds = dict.fromkeys(places(80), "fine tick")
+    kinds |= {at: "tick odd" if number % 2 else "tick" for number, at in enumerate(places(10))}
+    return [(kind, at, f"{at * axis_seconds / unit:.4g} {name}" if at else "0") for at, kind in kinds.items()]
