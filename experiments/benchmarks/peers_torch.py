@@ -2,9 +2,9 @@
 
     echo 20 | RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500 python peers_torch.py eager
 
-Modes: `products` multiplies matrices, in one process; `eager` and `compiled` under DistributedDataParallel, `fsdp2` (`fully_shard` by layer) and `fsdp2-compiled`; one
-process a core with one thread each, Gloo between them, AdamW in its fused form. With MEMORY=kept the process keeps its
-freed memory as jdp does (`jdp/base/cpu_allocator.py`).
+Modes: `products` multiplies matrices in one process; `eager` and `compiled` under DistributedDataParallel, `fsdp2`
+(`fully_shard` by layer) and `fsdp2-compiled`; one process a core with one thread each, Gloo between them, AdamW in its
+fused form. With MEMORY=kept the process keeps its freed memory as jdp does (`jdp/base/cpu_allocator.py`).
 """
 
 import math

@@ -156,7 +156,7 @@ def _over_units(loss: Chart, counts: Sequence[tuple[float, str] | None]) -> Char
 def _about_loss(runs: Sequence[Run]) -> str:
     rows = max((len(run.values("loss")) for run in runs), default=0)
     parts = list[str]()
-    if rows >= _FEWEST_TO_SMOOTH:
+    if rows >= _FEWEST_TO_SMOOTH and round(_smoothing(rows)) > 1:
         parts.append(f"Pale: as logged; line: its running mean over about {_smoothing(rows):.0f} rows.")
     if any(run.values("eval_loss") for run in runs):
         parts.append("Points: on held-out data.")
