@@ -1,0 +1,224 @@
+"""What a program can hold of the docstrings: arguments and errors are named where they are taken and raised."""
+
+import ast
+import importlib
+import inspect
+import itertools
+import re
+
+import pytest
+from parsed_modules import MODULES
+
+FACES = (
+    "jdp",
+    "jdp.export",
+    "jdp.data",
+    "jdp.models",
+    "jdp.launch",
+    "jdp.checkpoint",
+    "jdp.prove",
+    "jdp.experiment",
+    "jdp.foresight.targets",
+)
+"""Modules that pass public names on."""
+
+
+def public_names():
+    """qualified name -> the public function, class or method."""
+    found = {}
+    for face in map(importlib.import_module, FACES):
+        names = getattr(face, "__all__", None) or [name for name in vars(face) if not name.startswith("_")]
+        for value in (getattr(face, name) for name in names):
+            if not getattr(value, "__module__", "").startswith("jdp"):
+                continue  # a number, a type of typing's
+            if inspect.isfunction(value):
+                found[f"{value.__module__}.{value.__qualname__}"] = value
+            elif inspect.isclass(value):
+                found[f"{value.__module__}.{value.__qualname__}"] = value
+                for name, method in vars(value).items():
+                    if inspect.isfunction(method) and not name.startswith("_"):
+                        found[f"{value.__module__}.{method.__qualname__}"] = method
+    return found
+
+
+PUBLIC = public_names()
+
+
+def parameters(function):
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+
+
+def sections(docstring):
+    """The headings of a docstring in Google's style."""
+    return set(re.findall(r"^\s*(Args|Attributes|Fields|Returns|Yields|Raises):", docstring, flags=re.M))
+
+
+def entries(docstring):
+    """The names that `Args:` has an entry for: `name: …` or `one, two: …`, four spaces in."""
+    _, _, after = docstring.partition("Args:\n")
+    lines = itertools.takewhile(lambda line: not line or line.startswith("    "), after.splitlines())
+    found = [re.match(r"    (\w+(?:, \w+)*): ", line) for line in lines]
+    return {name for match in found if match for name in match[1].split(", ")}
+
+
+def test_this_file_sees_what_has_an_entry():
+    text = "Add.\n\nArgs:\n    one, two: numbers\n        three: of them.\n    four: more.\n\nReturns:\n    five: no."
+    assert entries(text) == {"one", "two", "four"}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_says_what_it_takes(name):
+    value, text = PUBLIC[name], inspect.getdoc(PUBLIC[name]) or ""
+    assert text, "no docstring"
+    if inspect.isfunction(value) and parameters(value):
+        assert "Args" in sections(text)
+        assert [one for one in parameters(value) if one not in entries(text)] == []
+    elif inspect.isclass(value) and "__init__" in vars(value) and not getattr(value, "_is_protocol", False):
+        init = value.__init__  # of a dataclass too
+        assert not parameters(init) or sections(f"{text}\n{inspect.getdoc(init)}") & {"Args", "Attributes", "Fields"}
+
+
+def functions(tree, prefix=""):
+    """Qualified names and nodes of functions and methods, without private ones and those inside another function."""
+    for node in tree.body:
+        if node.__dict__.get("name", "").startswith("_"):
+            continue
+        if isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            yield f"{prefix}{node.name}", node
+
+
+def raised(function):
+    """Names of the exceptions that a function's own body raises: `raise X(...)`, helpers inside it left out."""
+    inner = {
+        node
+        for child in ast.walk(function)
+        if isinstance(child, ast.FunctionDef | ast.Lambda) and child is not function
+        for node in ast.walk(child)
+    }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Raise) and node not in inner and isinstance(node.exc, ast.Call):
+            name = ast.unparse(node.exc.func).rpartition(".")[2]
+            if name[0].isupper():  # else a function that makes the error
+                yield "ValueError" if name == "UserError" else name
+
+
+UNNAMED = {"NotImplementedError", "SystemExit"}
+RAISING = [
+    (f"{module.name}.{name}", node, sorted(set(raised(node)) - UNNAMED))
+    for module in MODULES.values()
+    for name, node in functions(module.tree)
+    if f"{module.name}.{name}" in PUBLIC and set(raised(node)) - UNNAMED
+]
+
+
+@pytest.mark.parametrize(("node", "errors"), [row[1:] for row in RAISING], ids=[row[0] for row in RAISING])
+def test_a_public_function_names_what_it_raises(node, errors):
+    text = ast.get_docstring(node) or ""
+    assert "Raises" in text, errors
+    assert [error for error in errors if error not in text] == []
+
+
+NO_VERBS = {"A", "An", "The", "What", "Whether", "How", "Those", "One", "Nothing", "Two", "Each", "All"}
+
+
+def no_verb(tree):
+    """Names of the functions, properties left out, whose docstrings do not begin with a verb."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and not any("property" in ast.unparse(d) for d in node.decorator_list):
+            first, *_ = (ast.get_docstring(node) or "none").split()
+            if first.strip(",:") in NO_VERBS:
+                yield node.name
+
+
+def test_a_functions_docstring_begins_with_a_verb():
+    assert list(no_verb(ast.parse('def f():\n    """The size."""\n@property\ndef g():\n    """The size."""'))) == ["f"]
+    assert {name: found for name, module in MODULES.items() if (found := [*no_verb(module.tree)])} == {}
+
+
+def wrong_words(tree):
+    """What a message says of the value that it was given: "given X", and never "got X"."""
+    texts = (
+        node.value
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Raise)
+        for node in ast.walk(each)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return [text for text in texts if re.search(r"\bgot\b", text)]
+
+
+def test_messages_have_one_form():
+    assert wrong_words(ast.parse("raise ValueError(f'x is a number; got {x}')")) == ["x is a number; got "]
+    assert {name: found for name, module in MODULES.items() if (found := wrong_words(module.tree))} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f(x):\n    raise ValueError('x')", {"ValueError"}),
+        ("def f(x):\n    raise errors.PathError('x') from None", {"PathError"}),
+        ("def f(x):\n    def g():\n        raise KeyError('x')\n    raise", set()),
+    ],
+)
+def test_this_file_sees_what_is_raised(text, expected):
+    assert set(raised(ast.parse(text).body[0])) == expected
+
+
+LONGEST_SENTENCE = 30
+PRIVATE_WORDS = (
+    r"behind an address",
+    r"of one's own",
+    r"gangs?",
+    r"guests?",
+    r"says so",
+    r"(?:which|this|that) is (?:said|told)",
+    r"held against",
+    r"lies? so",
+    r"mends?",
+    r"mended",
+    r"rests? (?:where|as|flat|whole)",
+    r"(?:stays?|rests?|stands?) whole",
+)
+"""What strangers did not understand, each with a plain word: in a bucket, custom, processes, is reported, fixes."""
+
+
+def docstrings(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def sentences(docstring):
+    """The sentences of a docstring's prose: tables, drawings, code and headings are left out."""
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*[\w, ]+: )|\n(?=\s*\d\. )", docstring):
+        if not re.search(r"\S {2,}\S|[│├└]|^\s*>>>", paragraph, flags=re.M):
+            prose = re.sub(r"`[^`]*`", "code", paragraph)
+            yield from (each for each in re.split(r"(?<=[.!?])\s+", prose) if each.strip())
+
+
+def too_long(tree):
+    texts = (each for docstring in docstrings(tree) for each in sentences(docstring))
+    return [text for text in texts if len(re.findall(r"[\w'-]*\w[\w'-]*", text)) > LONGEST_SENTENCE]
+
+
+def private_words(tree):
+    texts = [*docstrings(tree)]
+    texts += [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    pattern = re.compile(rf"\b(?:{'|'.join(PRIVATE_WORDS)})\b")
+    return sorted({match[0] for text in texts for match in pattern.finditer(text)})
+
+
+def test_this_file_sees_long_sentences_and_private_words():
+    assert too_long(ast.parse(f'"""Short one. {"word " * 31}end; {"word " * 29}end.\n\nname  {"a " * 40}"""'))[1:] == []
+    assert private_words(ast.parse('x = "a run behind an address, which is said"')) == [
+        "behind an address",
+        "which is said",
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES.values(), ids=lambda module: module.name)
+def test_sentences_are_short_and_words_are_plain(module):
+    assert too_long(module.tree) == []
+    assert private_words(module.tree) == []

@@ -1,0 +1,373 @@
+"""An experiment file means exactly one thing, or is refused with one clear message that lists every problem."""
+
+import dataclasses
+import typing
+
+import pytest
+from pydantic import BaseModel
+from tiny_experiment import SMALL
+
+from jdp.core.sharding.strategy import STRATEGIES
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import ExperimentError, check_for_devices, describe, from_table, load, to_toml
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.optimizer import USED_BY, Optimizer
+from jdp.models import GPTConfig
+from jdp.models.sizes import SIZES
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def experiment(**tables):
+    base: dict[str, object] = {
+        "name": "x",
+        "model": {"name": "gpt-nano"},
+        "data": {"length": 32},
+        "train": {"steps": 50, "batch_size": 16},
+    }
+    for key, value in tables.items():
+        old = base.get(key)
+        base[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    return from_table(base)
+
+
+def refusal(path, **overrides):
+    with pytest.raises(ExperimentError) as caught:
+        load(path, {key.replace("__", "."): value for key, value in overrides.items()})
+    return str(caught.value)
+
+
+def in_model(text):
+    return SMALL.replace("[data]", f"{text}\n[data]")
+
+
+def in_data(text):
+    return SMALL.replace("[train]", f"{text}\n[train]")
+
+
+def pictures(model, data):
+    return SMALL.replace("gpt-nano", model).replace("length = 32", data)
+
+
+WRONG_FILES = {
+    "unknown key": ('stratgy = "ddp"\n' + SMALL, "stratgy is not a key of the top level; did you mean strategy?"),
+    "unknown nested key": (SMALL + "stepz = 3", "train.stepz is not a key of [train]; did you mean train.steps?"),
+    "unknown model field": (in_model("widht = 64"), "model.widht is not a key of [model]; did you mean model.width?"),
+    "unknown table": (SMALL + "[trian]\nsteps = 3", "trian is not a key of the top level; did you mean train?"),
+    "key of another table": ("lr = 1.0\n" + SMALL, "lr is not a key of the top level; did you mean optimizer.lr?"),
+    "another library's word": ('strategy = "fsdp"\n' + SMALL, 'zero3; given "fsdp"; here that is zero3'),
+    "misspelt word": ('strategy = "zero4"\n' + SMALL, 'given "zero4"; did you mean zero3?'),
+    "misspelt model": (SMALL.replace("gpt-nano", "gpt-nanu"), 'given "gpt-nanu"; did you mean gpt-nano?'),
+    "number as text": (
+        SMALL.replace("steps = 50", 'steps = "50"'),
+        'train.steps must be a whole number; given "50", which is text: write steps = 50, without quotes',
+    ),
+    "bool is no number": ("seed = true\n" + SMALL, "seed must be a whole number; given true"),
+    "fraction": (SMALL.replace("= 16", "= 16.0"), "given 16.0: write batch_size = 16"),
+    "text is no bool": (
+        in_data('shuffle = "False"'),
+        'must be true or false; given "False", which is text: write shuffle = false, without quotes',
+    ),
+    "neither bool nor auto": (
+        in_model("scan = 3"),
+        'model.scan must be true, false, or "auto", which leaves it to jdp; given 3',
+    ),
+    "not finite": (SMALL + "[optimizer]\nlr = inf", "optimizer.lr: it should be a finite number; given inf"),
+    "too small": (SMALL.replace("= 50", "= 0"), "train.steps must be 1 or more; given 0"),
+    "name that leaves the folder": (SMALL.replace('"small"', '".."'), "because it names the run's folder; given"),
+    "missing key": (SMALL.replace("steps = 50\n", ""), "train.steps is missing: add steps = … to [train]"),
+    "missing table": (SMALL.split("[train]")[0], "add the table [train] with steps = … and batch_size = …"),
+    "missing model name": (SMALL.replace('name = "gpt-nano"', "widht = 3"), "model.name is missing: add name = …"),
+    "table expected": ("train = 3\n" + SMALL.split("[train]")[0], "train must be a table; given 3"),
+    "axis of no size": (
+        SMALL + "[mesh]\ndata = 0",
+        "mesh: Mesh axes are positive sizes, and one may be -1 (the rest); given data=0",
+    ),
+    "a config's own rule": (in_model("width = 63"), "model: heads must divide width; given"),
+    "array item": (
+        SMALL.replace('"gpt-nano"', '"mlp"\nhidden = [4, "5"]'),
+        'model.hidden[1] must be a whole number; given "5", which is text',
+    ),
+    "patterns": (SMALL + "wrt = [3]", 'train.wrt must be a path pattern, such as "*/lora_*"'),
+    "source": (in_data("source = 3"), 'data.source must be "stdlib", a path or glob'),
+    "longer than the context": (
+        SMALL.replace("= 32", "= 1000"),
+        "data.length = 1000 must be at most model.context = 256",
+    ),
+    "longer warm-up than run": (
+        SMALL + "[optimizer]\nwarmup_steps = 51",
+        "warmup_steps = 51 must be at most train.steps = 50",
+    ),
+    "key the optimizer ignores": (
+        SMALL + '[optimizer]\nname = "adam"\nweight_decay = 0.1',
+        "optimizer.weight_decay is for adamw, lion, sgd, adafactor, lamb, lars, muon, not adam; given 0.1: remove it",
+    ),
+    "rule that is no array": (SMALL + '[rules]\n"*" = "model"', "an array with a mesh axis for each dimension"),
+    "metric no evaluation gives": (
+        SMALL + 'keep_best = "eval_wiki_loss"\n[eval.wikis]\nsource = "a.txt"',
+        "'eval_wiki_loss' must be a metric of evaluations, eval_loss, ",
+    ),
+    "patience without evaluations": (
+        SMALL + "stop_after = 3",
+        "train.stop_after is for evaluations during training: set train.eval_every",
+    ),
+    "batches of an evaluation": (SMALL + 'eval_batches = "most"', 'train.eval_batches must be 1 or more, or "all"'),
+    "name of an eval set": (SMALL + "[eval.'a b']\nsource = 'x'", "eval has a data set named 'a b': a name is letters"),
+    "source and mixture": (
+        in_data('source = "a"\nmixture = {a = {source = "b"}}'),
+        "data.source and [data.mixture.NAME] exclude each other",
+    ),
+    "text for a vision model": (
+        pictures("resnet-18", 'source = "stdlib"'),
+        "given 'stdlib', and a ResNet or ViT learns images: write source = \"digits\"",
+    ),
+    "pictures for a GPT": (
+        SMALL.replace("length = 32", 'source = "digits"'),
+        "given 'digits', and a GPT learns text: write",
+    ),
+    "length of pictures": (
+        pictures("vit-digits", 'length = 32\nsource = "digits"'),
+        "data.length is for text, and model.name = 'vit-digits' learns images; given 32: remove it",
+    ),
+    "sample of a classifier": (
+        pictures("mlp", 'source = "digits"') + "[sample]\nlength = 3",
+        "[sample] is for a GPT and text with a known data.tokenizer: remove it",
+    ),
+    "encoding without manual partitioning": (
+        'wire = "int8"\npartitioning = "auto"\n' + SMALL,
+        'wire is for partitioning = "manual", where jdp sends; given "int8"',
+    ),
+    "no encoding": ('wire = "int7"\n' + SMALL, 'given "int7"; did you mean int8?'),
+    "key the schedule ignores": (
+        SMALL + "[optimizer]\nfinal_lr_fraction = 0.1",
+        "is for the schedules cosine and linear; given 0.1",
+    ),
+    "not TOML": (SMALL + "x = = 3", "is not valid TOML: Invalid value (at line 10, column 5)"),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), WRONG_FILES.values(), ids=WRONG_FILES)
+def test_a_wrong_file_is_refused_in_one_line_with_key_rule_value_and_fix(tmp_path, text, expected):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    message = refusal(path)
+    assert expected in message
+    assert message.startswith(str(path)) and "\n" not in message
+    assert not any(jargon in message for jargon in ("pydantic", "http", "Input", "Value error", "validation", "[type"))
+
+
+WRONG_OVERRIDES = {
+    "unknown key": ("train.stepz", "5", "--train.stepz is not a key of [train]; did you mean --train.steps?"),
+    "unknown table": ("trian.steps", "5", "--trian is not a key of the top level; did you mean --train?"),
+    "text": ("train.steps", "fifty", '--train.steps must be a whole number; given "fifty"'),
+    "fraction": ("train.steps", "1.5", "--train.steps must be a whole number; given 1.5"),
+    "word": ("strategy", "zero9", '--strategy must be one of ddp, zero1, zero2, zero3; given "zero9"; did you mean'),
+    "the only word": ("offload", "params", '--offload must be optimizer, the only choice; given "params"'),
+    "inside a number": ("seed.x", "1", "--seed must be a whole number; given {x = 1}"),
+    "more than a value": ("train.steps", "1\nname = 'y'", "--train.steps must be a whole number; given"),
+    "none where it may not be": ("train.steps", "none", '--train.steps must be a whole number; given "none"'),
+}
+
+
+@pytest.mark.parametrize(("key", "text", "expected"), WRONG_OVERRIDES.values(), ids=WRONG_OVERRIDES)
+def test_a_wrong_override_is_refused_and_named_as_typed(file, key, text, expected):
+    message = refusal(file, **{key: text})
+    assert expected in message and "\n" not in message
+
+
+def test_all_problems_are_listed_at_once_one_a_line(tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_text('strategy = "zero4"\nseed = true\n' + SMALL.replace("= 50", '= "50"') + "stepz = 1\n")
+    header, *lines = refusal(path, train__log_every="x").splitlines()
+    assert header == f"{path}: 5 problems"
+    named = ["--train.log_every", "seed", "strategy", "train.steps", "train.stepz"]
+    assert sorted(line.split()[0] for line in lines) == named
+
+
+def test_a_file_that_cannot_be_read_is_refused_with_the_files_nearby(file):
+    folder = file.parent
+    missing = refusal(folder / "smal.toml")
+    assert missing == f"{folder / 'smal.toml'}: there is no such file; did you mean {file}?"
+    assert "is a folder" in refusal(folder) and str(file) in refusal(folder)
+    assert f"nor a folder {folder / 'none'}" in refusal(folder / "none" / "a.toml")
+    (folder / "binary.toml").write_bytes(b"\xff\xfe")
+    assert "is not text in UTF-8" in refusal(folder / "binary.toml")
+
+
+def test_overrides_are_toml_values_where_they_fit_and_text_where_not(file):
+    overrides = {"name": "2024", "mesh.data": "-1", "mesh.model": "2", "train.steps": "7", "optimizer.lr": "1"}
+    overrides |= {"optimizer.clip_norm": "0.5", "model.width": "64", "data.shuffle": "false", "sample.prompt": "true"}
+    changed = load(file, overrides)
+    assert (changed.name, changed.train.steps, changed.data.shuffle) == ("2024", 7, False)
+    assert changed.mesh == {"data": -1, "model": 2}
+    assert (changed.optimizer.lr, type(changed.optimizer.lr)) == (1.0, float)
+    assert changed.optimizer.clip_norm == 0.5 and changed.model.config.width == 64
+    assert changed.sample is not None and changed.sample.prompt == "true"
+    assert changed.train.batch_size == 16, "what was not overridden stays"
+
+
+def test_numbers_may_be_written_as_python_writes_them(file):
+    for text, value in {".001": 0.001, "1.": 1.0, "1.e-3": 0.001, "+.5": 0.5, "5E-1": 0.5}.items():
+        assert load(file, {"optimizer.lr": text}).optimizer.lr == value
+    assert load(file, {"name": "1.", "sample.prompt": ".5"}).name == "1."
+    assert load(file, {"sample.prompt": ".5"}).sample.prompt == ".5"
+    with pytest.raises(ExperimentError, match=r"optimizer.lr must be a number; given \"1..\""):
+        load(file, {"optimizer.lr": "1.."})
+
+
+def test_a_word_is_not_replaced_by_a_key_of_a_table(file):
+    """Not one that stands for an empty table; and a whole table replaces a word, as it says so."""
+    one = {"compiler__xla_gpu_x": "true"}
+    said = 'compiler.xla_gpu_x is a key of a table; given compiler = "overlap", which it would replace: remove one'
+    assert said in refusal(file, compiler="overlap", **one)
+    for word, expected in (("overlap", said), ("default", None)):
+        file.write_text(f'compiler = "{word}"\n{SMALL}')
+        assert load(file, {"compiler": "{ xla_gpu_x = true }"}).compiler == {"xla_gpu_x": True}
+        if expected:
+            assert expected in refusal(file, **one)
+        else:
+            assert load(file, {"compiler.xla_gpu_x": "true"}).compiler == {"xla_gpu_x": True}
+
+
+def test_cudnn_attention_is_refused_without_gpus_before_anything_is_made():
+    cudnn = Assembly.on_devices(experiment(model={"attention": "cudnn"}))
+    with pytest.raises(ExperimentError, match=r'model\.attention = "cudnn" runs on NVIDIA GPUs; given cpu devices'):
+        _ = cudnn.training.config
+
+
+def test_none_clears_a_key_that_may_be_empty(file):
+    file.write_text(SMALL + "[optimizer]\nclip_norm = 1.0\n")
+    assert load(file).optimizer.clip_norm == 1.0
+    assert load(file, {"optimizer.clip_norm": "none"}).optimizer.clip_norm is None
+
+
+TRICKY = {"prompt": 'quote " backslash \\ newline \n tab \t delete \x7f null \0 é ☃ 😀'}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_to_toml_writes_every_key_and_reads_back_equal(tmp_path, size):
+    written = experiment(
+        model={"name": size, **({} if size.startswith("resnet") else {"dropout": 0.25})},
+        mesh={"replica": 2, "data": -1},
+        rules={"*/query/kernel": ["", "", "data"], 'a "b".c/*': [["data"]]},
+        data={"source": ["/a/*.txt", '/b "c"\\d.txt'], "length": 0},
+        eval={"wiki-2": {"source": "/w.txt"}, "own": {"source": ["/a", "/b"], "field": "body"}},
+        train={"wrt": ["*/kernel", "*/bias"], "init_from": "/w.safetensors", "eval_batches": "all", "keep_best": True},
+        optimizer={"lr": 1e-5, "schedule": "cosine", "final_lr_fraction": 1e-7},
+        **({"sample": TRICKY} if isinstance(SIZES[size], GPTConfig) else {}),
+    )
+    path = tmp_path / "again.toml"
+    path.write_text(to_toml(written), encoding="utf-8")
+    again = load(path)
+    assert again == written
+    changed = {} if size.startswith("resnet") else {"dropout": 0.25}
+    assert again.model.config == dataclasses.replace(SIZES[size], **changed)
+    assert to_toml(again) == to_toml(written)
+    for key in leaf_keys(written):
+        assert f"\n{key} = " in f"\n{to_toml(written)}", key
+
+
+def leaf_keys(model):
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from leaf_keys(value)
+        elif not isinstance(value, dict) and not (name == "sample" and value is None):
+            yield name
+
+
+def test_the_length_left_out_is_the_models_context():
+    assert experiment(data={"length": 0}).data.length == 256
+    assert experiment(data={"length": 0}, model={"context": 64}).data.length == 64
+
+
+def test_the_mesh_always_has_a_data_axis_outside_the_models_axes():
+    assert experiment().mesh == {"data": -1}
+    assert list(experiment(mesh={"model": 2}).mesh.items()) == [("data", -1), ("model", 2)]
+    both = experiment(mesh={"replica": 2, "model": 2}).mesh
+    assert list(both.items()) == [("replica", 2), ("data", -1), ("model", 2)]
+    assert experiment(mesh={"model": -1}).mesh == {"data": 1, "model": -1}
+    assert list(experiment(mesh={"model": 2, "data": 4}).mesh) == ["model", "data"], "written by hand: kept"
+
+
+def test_sources_start_at_the_file_and_overrides_at_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    path = tmp_path / "small.toml"
+    path.write_text(in_data('source = ["a.txt", "/b.txt"]'))
+    assert load(path).data.source == (str(tmp_path / "a.txt"), "/b.txt")
+    assert load("../small.toml").data.source[1] == "/b.txt"
+    here = {name: str(tmp_path / "here" / name) for name in ("a.txt", "2024")}
+    hub = {"hf:owner/name": "hf:owner/name", "hf:./name": f"hf:{tmp_path / 'here' / 'name'}"}
+    for given, found in (here | hub | {"stdlib": "stdlib"}).items():
+        assert load(path, {"data.source": given}).data.source == found
+    path.write_text(
+        SMALL.replace("[train]", 'tokenizer = "t.json"\nmixture.a.source = ["a"]\n[train]\ninit_from = "runs/b"')
+        + '[eval.wiki]\nsource = "w.txt"\n'
+    )
+    changed = load(path, {"eval.own.source": "o.txt"})
+    assert changed.data.tokenizer == str(tmp_path / "t.json")
+    assert changed.data.mixture["a"].source == (str(tmp_path / "a"),)
+    assert changed.train.init_from == str(tmp_path / "runs" / "b")
+    assert changed.eval["wiki"].source == str(tmp_path / "w.txt")
+    assert changed.eval["own"].source == str(tmp_path / "here" / "o.txt")
+
+
+def test_check_for_devices_fills_in_the_mesh():
+    assert check_for_devices(experiment(), 8) == {"data": 8}
+    assert check_for_devices(experiment(mesh={"replica": 2, "model": 2}), 8) == {"replica": 2, "data": 2, "model": 2}
+    assert check_for_devices(experiment(mesh={"model": 8}, train={"batch_size": 3}), 8)["data"] == 1
+
+
+@pytest.mark.parametrize(
+    ("tables", "devices", "expected"),
+    [
+        (
+            {"mesh": {"data": 4, "model": 2}},
+            6,
+            "data=4 × model=2 = 8, but there are 6 devices. Take data=3, or change an axis, or run on 8",
+        ),
+        ({"mesh": {"data": 4, "model": 4}}, 6, "data=4 × model=4 = 16, but there are 6 devices. Change an axis"),
+        ({"mesh": {"model": 3}}, 8, "data=-1 × model=3 (the others make 3), but there are 8 devices"),
+        ({"train": {"batch_size": 15}}, 8, "given 15: the nearest that fit: 8 or 16"),
+        ({"train": {"batch_size": 3, "accumulate": 2}}, 4, "given 3: the nearest that fit: 8"),
+    ],
+)
+def test_check_for_devices_shows_the_whole_equation(tables, devices, expected):
+    with pytest.raises(ExperimentError) as caught:
+        check_for_devices(experiment(**tables), devices)
+    assert expected in str(caught.value)
+
+
+def test_the_words_of_the_file_are_the_words_of_the_code():
+    assert typing.get_args(Experiment.model_fields["strategy"].annotation) == tuple(STRATEGIES)
+    assert set(typing.get_args(Optimizer.model_fields["name"].annotation)) == set(USED_BY)
+
+
+def test_describe_lists_every_key_with_type_default_and_description():
+    keys = {key.name: key for _, group in describe() for key in group}
+    for name in ("name", "seed", "strategy", "partitioning", "precision", "devices", "mesh.AXIS", "sample.prompt"):
+        assert name in keys
+    for table in ("data", "optimizer", "train", "sample"):
+        kind = typing.cast("type[BaseModel]", type(getattr(experiment(sample={}), table)))
+        assert {f"{table}.{field}" for field in kind.model_fields} - {"data.mixture"} <= set(keys)
+    assert {"eval.NAME.source", "eval.NAME.field", "data.mixture.NAME.weight", "rules.PATTERN", "model.learns"} <= set(
+        keys
+    )
+    for size in SIZES.values():
+        assert {f"model.{field.name}" for field in dataclasses.fields(size)} <= set(keys)
+    assert all(key.description and key.type and key.default for key in keys.values())
+    assert keys["train.steps"].default == "required" and keys["train.steps"].type == "int >= 1"
+    assert keys["strategy"].type == "ddp|zero1|zero2|zero3" and keys["strategy"].default == '"ddp"'
+    assert keys["optimizer.clip_norm"].type == "float > 0|none"
+
+
+@pytest.mark.parametrize("source", ["hf:jsonl:rows.jsonl", "hf:foo:some/rows.jsonl"])
+def test_a_word_that_is_no_builder_is_refused_at_once(source):
+    with pytest.raises(ExperimentError, match=r'one of the builders json, .*, as in "hf:json:(some/)?rows.jsonl"'):
+        load("quickstart", {"data.source": source})

@@ -1,0 +1,167 @@
+"""Experiment files as they come out of slips, of other programs and of broken disks: refused with few words, exit 2."""
+
+import os
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_experiment import SMALL
+
+from jdp.cli import main as cli
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import from_table, load
+from jdp.guard import memory_check
+from jdp.models import parameter_count
+from jdp.models.sizes import SIZES, parameter_lower_bound
+
+MOST_CHARACTERS = 1000
+"""Of a message, besides the path of the file: what fits on a screen."""
+
+
+def top(text):
+    return f"{text}\n{SMALL}"
+
+
+def end(text):
+    return f"{SMALL}{text}\n"
+
+
+def data(text):
+    return SMALL.replace("length = 32\n", f"length = 32\n{text}\n")
+
+
+LONG = "x" * 1_000_000
+MALFORMED: dict[str, str | bytes] = {
+    "empty": "",
+    "UTF-16": SMALL.encode("utf-16"),
+    "500 nested brackets": top("x = " + "[" * 500 + "]" * 500),
+    "bad line of 1 MB": end(f"x = {LONG}"),
+    "strategy of 1 MB": top(f'strategy = "{LONG}"'),
+    "100 unknown keys": end("\n".join(f"k{i} = 1" for i in range(100))),
+    "100 bad rules": end("[rules]\n" + "\n".join(f'"p{i}" = 3' for i in range(100))),
+    "key of 1 MB": top(f"{LONG} = 1"),
+    "number of 10,000 digits": end("log_every = " + "9" * 10_000),
+    "steps beyond 32 bits": SMALL.replace("= 50", "= 2147483648"),
+    "batch beyond any memory": SMALL.replace("= 16", "= 1000000000000"),
+    "lr too large for float32": end("[optimizer]\nlr = 1e200"),
+    "mesh beyond any machine": end("[mesh]\ndata = 1000000000000000000000"),
+    "date in a rule": end('[rules]\n"*" = [2024-01-01]'),
+    "array for a table": "optimizer = [1, 2]\n" + SMALL,
+    "name with a colour code": SMALL.replace('"small"', r'"\u001b[31mred"'),
+    "empty axis": end('[mesh]\n"" = 2'),
+    "source with a NUL": data(r'source = "a\u0000b"'),
+    "source that is too long": data(f'source = "{"y" * 5000}"'),
+    "source that is a device": data('source = "/dev/null"'),
+    "weights of a user who is not": end('init_from = "~nosuchuser/run"'),
+    "model of a user who is not": SMALL.replace("gpt-nano", "hf:~nosuchuser/x"),
+    "vocabulary of 1e9": SMALL.replace('"gpt-nano"', '"gpt-nano"\nvocab_size = 1_000_000_000\nwidth = 16384000'),
+    "ResNet of 1e7 blocks": SMALL.replace('"gpt-nano"', '"resnet-digits"\nblocks = [10_000_000, 2]'),
+}
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_file_is_refused_in_few_words(tmp_path, content, capfd):
+    path = tmp_path / "wrong.toml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(path, tmp_path, capfd)
+
+
+def refused(path, folder, capfd, *more):
+    """Run `jdp train` on the file; what it says must be an error, short, and of printable characters."""
+    runs = folder / "runs"
+    code = cli.main(["train", str(path), "--run-dir", str(runs), *more])
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.err, shown.err[-2000:]
+    assert code == 2, shown.err[-2000:]
+    assert not shown.out and shown.err.startswith("error: ")
+    message = shown.err.replace(str(folder), "")
+    assert len(message) <= MOST_CHARACTERS and message.count("\n") <= 12, message[:2000]
+    assert message.replace("\n", "").isprintable(), "no control codes"
+    assert not runs.exists()
+
+
+CONFIGS = {
+    "nested": b"[" * 100_000,
+    "digits": b'{"model_type": "llama", "hidden_size": ' + b"9" * 10_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("content", [*CONFIGS.values(), None], ids=[*CONFIGS, "pipe"])
+def test_a_malformed_config_of_hugging_face_is_refused_in_few_words(tmp_path, content, capfd):
+    path, config = tmp_path / "wrong.toml", tmp_path / "config.json"
+    path.write_text(SMALL.replace("gpt-nano", f"hf:{tmp_path}"))
+    if content is None:
+        os.mkfifo(config)
+    else:
+        config.write_bytes(content)
+    refused(path, tmp_path, capfd)
+
+
+def unreadable(path):
+    path.write_text(SMALL)
+    path.chmod(0)
+
+
+NOT_FILES: dict[str, Callable[[Path], None]] = {
+    "directory": Path.mkdir,
+    "more than 1 MiB": lambda path: path.write_text("#" * 2**20 + "\n"),
+    "unreadable": unreadable,
+    "FIFO": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
+def test_what_is_no_file_is_refused(tmp_path, make, capfd):
+    path = tmp_path / "wrong.toml"
+    make(path)
+    if make is unreadable and os.access(path, os.R_OK):
+        pytest.skip("this user may read everything")
+    refused(path, tmp_path, capfd)
+
+
+def test_a_file_with_the_mark_of_an_editor_of_windows_is_read(tmp_path):
+    path = tmp_path / "right.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode())
+    assert load(path).train.steps == 50
+
+
+OVERRIDES = {
+    "nested": ("train.log_every", "[" * 500 + "]" * 500),
+    "number beyond 64 bits": ("train.steps", "9" * 100),
+    "bytes that are no text": ("data.source", "\udcff.txt"),
+}
+
+
+@pytest.mark.parametrize(("key", "text"), OVERRIDES.values(), ids=OVERRIDES)
+def test_a_malformed_override_is_refused_in_few_words(tmp_path, key, text, capfd):
+    path = tmp_path / "right.toml"
+    path.write_text(SMALL)
+    refused(path, tmp_path, capfd, f"--{key}={text}")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_model_has_at_least_is_counted_without_tracing_it(size):
+    """The matrices: a fifth of a small ResNet are first blocks and norms, which are left out."""
+    assert 0.8 <= parameter_lower_bound(SIZES[size]) / parameter_count(SIZES[size]) <= 1
+
+
+def test_memory_that_is_too_small_is_said_with_what_is_needed(tmp_path, monkeypatch):
+    """820,352 parameters in fp32, and AdamW's two moments; on 8 devices that share the memory."""
+    experiment = from_table({**tomllib.loads(SMALL), "name": "x"})
+    assembly = Assembly.on_devices(experiment)
+    weights, state = 4 * 820_352 * 8, 12 * 820_352 * 8
+
+    def with_memory(size):
+        monkeypatch.setattr(memory_check, "memory_bytes", lambda: size)
+        assembly.check_memory()
+
+    both = "its weights and the optimizer's state must"
+    for size, said in ((weights * 0.9, "its weights must"), (state * 0.99, both)):
+        with pytest.raises(ValueError, match=f"{said} fit into the devices' memory"):
+            with_memory(size)
+    with_memory(state * 1.01)
+    monkeypatch.setattr("jdp.experiment.assembly.parameter_lower_bound", lambda config: 0)
+    with pytest.raises(ValueError, match=r"a batch must fit into memory; train\.batch_size = 16 makes 6 KiB"):
+        with_memory(16 * 32 * 4 * 3 - 1)  # tokens, targets, weights

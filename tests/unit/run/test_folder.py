@@ -1,0 +1,91 @@
+"""A run's folder belongs to one experiment."""
+
+import tomllib
+
+import pytest
+
+from jdp.experiment.file import ExperimentError, from_table, to_toml
+from jdp.run.folder import FILE, check_same, record
+
+
+def experiment(**tables):
+    table = {
+        "name": "try",
+        "model": {"name": "mlp", "features_in": 4, "hidden": [8]},
+        "data": {"source": "points.npz"},
+        "train": {"steps": 10, "batch_size": 8},
+    }
+    return to_toml(from_table(table | tables))
+
+
+def test_a_file_that_is_no_experiment_any_more_is_compared_key_by_key(tmp_path):
+    record(experiment(), tmp_path)
+    with (tmp_path / FILE).open("a") as file:
+        file.write("\n[gone]\nkey = 1\n")
+    with pytest.raises(ExperimentError, match=r"another experiment \(gone.key was 1, is None\)"):
+        check_same(tmp_path, experiment())
+
+
+def test_how_a_model_is_computed_may_change_and_the_model_may_not(tmp_path):
+    def gpt(**model):
+        return experiment(model={"name": "gpt-nano", **model}, data={"source": "text.txt"})
+
+    record(gpt(), tmp_path)
+    check_same(tmp_path, gpt(remat="full", attention="xla"))
+    with pytest.raises(ExperimentError, match=r"another experiment \(model.layers was \d+, is 1\)"):
+        check_same(tmp_path, gpt(layers=1, remat="full"))
+
+
+def test_names_and_paths_may_change_as_they_are_not_learnt(tmp_path):
+    """The samples are compared by their fingerprint."""
+    record(experiment(), tmp_path)
+    check_same(tmp_path, experiment(name="renamed", data={"source": "moved/points.npz"}))
+    with pytest.raises(ExperimentError, match=r"another experiment \(data.heldout_fraction was 0.05, is 0.2\)"):
+        check_same(tmp_path, experiment(data={"source": "points.npz", "heldout_fraction": 0.2}))
+
+
+def test_the_folder_of_the_base_model_may_be_moved_or_gone(tmp_path):
+    """A run records all fields of its model."""
+
+    def based(folder, **model):
+        toml = experiment(model={"name": "gpt-nano", "layers": 1, **model}, data={"source": "text.txt"})
+        return toml.replace('name = "gpt-nano"', f'name = "hf:{folder}"')
+
+    record(based("/gone"), tmp_path)
+    read = from_table(tomllib.loads((tmp_path / FILE).read_text()))
+    assert (read.model.name, read.model.config.layers, read.kind) == ("hf:/gone", 1, "text")
+    check_same(tmp_path, based("/moved"))
+    with pytest.raises(ExperimentError, match=r"another experiment \(model.layers was 1, is 2\)"):
+        check_same(tmp_path, based("/moved", layers=2))
+    table = tomllib.loads(based("/gone"))
+    del table["model"]["width"]
+    with pytest.raises(ExperimentError, match=r"model.name must lead to the config.json of a model"):
+        from_table(table)
+
+
+def test_initial_weights_may_be_moved_and_no_others_taken(tmp_path):
+    def starting(folder):
+        return experiment(train={"steps": 10, "batch_size": 8, "init_from": str(tmp_path / folder)})
+
+    record(starting("base"), tmp_path)
+    check_same(tmp_path, starting("moved"))  # nothing is left in its place
+    (tmp_path / "base").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    check_same(tmp_path, starting("link"))
+    with pytest.raises(ExperimentError, match=r"another experiment \(train.init_from was '\S+base', is '\S+moved'\)"):
+        check_same(tmp_path, starting("moved"))
+
+
+def test_more_steps_continue_a_constant_rate_and_a_schedule_says_what_they_change(tmp_path):
+    def steps(count, schedule):
+        train = {"steps": count, "batch_size": 8}
+        return experiment(train=train, optimizer={"lr": 0.1, "schedule": schedule})
+
+    record(steps(10, "constant"), tmp_path)
+    check_same(tmp_path, steps(20, "constant"))
+    record(steps(10, "linear"), tmp_path)
+    with pytest.raises(ExperimentError) as raised:
+        check_same(tmp_path, steps(20, "linear"))
+    said = str(raised.value)
+    assert "train.steps, which was 10 in " in said and "is 20: restore train.steps = 10" in said
+    assert said.endswith(f"start a new run from its weights (--name NEW --train.init_from {tmp_path})")

@@ -1,0 +1,155 @@
+"""Metrics on disk hold every step once, whatever happened to the processes that wrote them; and how progress looks."""
+
+import importlib
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdp.run.outputs.metrics import Metrics, numbers, read
+from jdp.run.outputs.terminal import Display
+
+
+def write(folder, steps, *, resumed_step=0, loss=1.0):
+    with Metrics(folder, resumed_step=resumed_step) as rows:
+        for step in steps:
+            rows.write(step, {"loss": loss + step, "lr": 0.1})
+
+
+def records(file):
+    """The records of a TFRecord file up to a torn or damaged one: u64 length, u32 checksum, data, u32 checksum."""
+    from tensorboardX.crc32c import crc32c
+
+    def checked(data, stored):
+        crc = crc32c(data)
+        return ((crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little") == stored
+
+    data = file.read_bytes()
+    while len(data) >= 16 and checked(data[:8], data[8:12]):
+        end = 12 + int.from_bytes(data[:8], "little")
+        if not checked(data[12:end], data[end : end + 4]):
+            return
+        yield data[12:end]
+        data = data[end + 4 :]
+
+
+def events(folder):
+    """All events of a folder's TensorBoard files, in the order TensorBoard reads them."""
+    kind = importlib.import_module("tensorboardX.proto.event_pb2").Event
+    return [kind.FromString(one) for file in sorted(folder.glob("events.out.tfevents.*")) for one in records(file)]
+
+
+def scalars(folder, name="loss"):
+    """What TensorBoard shows of a metric: a START purges its own step and those after it (2.21, `EventAccumulator`)."""
+    found: list[tuple[int, float]] = []
+    for event in events(folder):
+        if event.session_log.status == event.session_log.START:
+            found = [row for row in found if row[0] < event.step]
+        found += [(event.step, value.simple_value) for value in event.summary.value if value.tag == name]
+    assert len(dict(found)) == len(found), "a step twice"
+    return dict(found)
+
+
+def test_rows_are_flushed_json_lines_with_step_and_time(tmp_path):
+    rows = Metrics(tmp_path)
+    rows.write(
+        3, {"loss": jnp.float32(0.5), "half": jnp.bfloat16(1.5), "skipped": jnp.int32(2), "n": np.int64(7), "x": 1}
+    )
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row.pop("time") > 1.6e9
+    assert row == {"step": 3, "loss": 0.5, "half": 1.5, "skipped": 2, "n": 7, "x": 1}
+    (event,) = [event for event in events(tmp_path) if event.summary.value]
+    assert event.step == 3
+    values = {value.tag: value.simple_value for value in event.summary.value}
+    assert values == {"loss": 0.5, "half": 1.5, "skipped": 2, "n": 7, "x": 1}
+    rows.close()
+
+
+def test_non_finite_values_are_valid_json_and_read_back(tmp_path):
+    with Metrics(tmp_path) as rows:
+        rows.write(1, {"loss": math.nan, "norm": jnp.inf, "low": -math.inf, "lr": 0.1})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    row = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert (row["loss"], row["norm"], row["lr"]) == (None, None, 0.1)
+    assert row["nonfinite"] == {"loss": "nan", "norm": "inf", "low": "-inf"}
+    (again,) = read(tmp_path / "metrics.jsonl")
+    assert math.isnan(again["loss"]) and again["norm"] == math.inf and again["low"] == -math.inf
+    assert "nonfinite" not in again
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), "text", None])
+def test_a_metric_is_one_number(tmp_path, value):
+    with Metrics(tmp_path) as rows, pytest.raises(ValueError, match="A metric is one number; given loss, "):
+        rows.write(1, {"loss": value})
+
+
+def test_rows_leave_out_arrays_that_a_loss_counts_and_say_so(capsys):
+    assert numbers({"loss": jnp.float32(0.5), "confusion": jnp.zeros((3, 3))}) == {"loss": 0.5}
+    assert "metric 'confusion' has shape (3, 3): rows of metrics hold only numbers" in capsys.readouterr().err
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path):
+    write(tmp_path, range(1, 8))
+    write(tmp_path, range(5, 11), resumed_step=4, loss=100.0)
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row["loss"] for row in rows] == [*range(2, 6), *range(105, 111)]
+    assert scalars(tmp_path) == {row["step"]: row["loss"] for row in rows}
+
+
+def test_an_evaluation_that_is_made_up_again_has_one_row(tmp_path):
+    """The second one is of other data: with the same settings it has the same values."""
+    write(tmp_path, range(1, 5))
+    for name, loss in (("eval_loss", math.inf), ("eval_loss", 7.5), ("eval_other_loss", 8.5)):
+        with Metrics(tmp_path, resumed_step=3) as rows:
+            rows.replace_evaluation(3, {name: loss})
+        assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 3]
+        assert scalars(tmp_path) == {1: 2.0, 2: 3.0, 3: 4.0} and scalars(tmp_path, name) == {3: loss}
+    assert scalars(tmp_path, "eval_loss") == {}
+    assert scalars(tmp_path, "lr").keys() == {1, 2, 3}
+
+
+@pytest.mark.parametrize("end", [b'{"step": 4, "lo', b'{"step": 4', b"\0\0\0"])
+def test_a_last_row_half_written_is_dropped(tmp_path, end):
+    file = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(1, 4))
+    file.write_bytes(file.read_bytes() + end)
+    write(tmp_path, range(4, 5), resumed_step=3)
+    assert [row["step"] for row in read(file)] == [1, 2, 3, 4]
+
+
+def test_only_process_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    write(tmp_path, range(1, 3))
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_without_a_terminal_is_one_plain_line_a_log(capsys):
+    with Display(50) as display:
+        for step in range(1, 11):
+            display.step(step)
+        display.log(10, {"loss": 2.34567, "lr": 3e-4, "tokens_per_second": 12345.0, "grad_norm": 1.5})
+        display.say("saved [step] 10 :smile:")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 10/50  loss 2.346  lr 3.00e-04  12.3k tokens/s  grad_norm 1.5  0:0")
+    assert first.endswith("to go") and second == "saved [step] 10 :smile:"
+
+
+def test_progress_leaves_stdout_alone_for_json(capsys):
+    with Display(5, to_stderr=True) as display:
+        display.log(5, {"loss": 1.0})
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err == "step 5/5  loss 1\n"
+
+
+def test_progress_is_process_0s(capsys, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with Display(5) as display:
+        display.step(1)
+        display.log(1, {"loss": 1.0})
+        display.say("x")
+    shown = capsys.readouterr()
+    assert not shown.out and not shown.err

@@ -1,0 +1,149 @@
+"""On a terminal a run prints the lines of a pipe, above one bar. No number is cut, no control character obeyed."""
+
+import contextlib
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+
+import pytest
+from tiny_experiment import points_text, tables, write_points, write_tiny
+from tiny_runs import train
+
+from jdp.base import notices
+from jdp.base.formatting import escaped
+from jdp.run.outputs.terminal import Display
+
+ROW = {"loss": 1.2345, "accuracy": 0.51, "lr": 3e-4, "grad_norm": 12.5, "skipped": 1, "tokens_per_second": 20400.0}
+_ERASED = re.compile(r"[^\n]*(\n(\x1b\[\?25h)?\r?\x1b\[1A)?\x1b\[2K")
+"""The bar, before a line is printed in its place; or at the end, from the line below it."""
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_BAR = re.compile(r"step \d+/\d+ +[━╸╺]+")
+
+
+class Terminal:
+    """What a terminal got: `lines` are those that stay, `bars` those that were there for a moment."""
+
+    text = ""
+
+    @property
+    def lines(self):
+        return [_ANSI.sub("", line).rstrip("\r") for line in _ERASED.sub("", self.text).split("\n")[:-1]]
+
+    @property
+    def bars(self):
+        return [line for line in re.split(r"[\r\n]+", _ANSI.sub("", self.text)) if _BAR.match(line)]
+
+
+@contextlib.contextmanager
+def terminal(columns, monkeypatch):
+    """This process' stdout and stderr are a terminal of this width; yields what it got, complete after `with`."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    got, parts = Terminal(), []
+
+    def read():
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(ours, 10_000):
+                parts.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    kept = [os.dup(number) for number in (1, 2)]
+    for number in (1, 2):
+        os.dup2(theirs, number)
+    os.close(theirs)
+    with monkeypatch.context() as patched:
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            patched.setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+        try:
+            yield got
+        finally:
+            sys.stdout.flush()
+            for number, before in zip((1, 2), kept, strict=True):
+                os.dup2(before, number)
+                os.close(before)
+    reader.join(10)
+    os.close(ours)
+    got.text = b"".join(parts).decode()
+
+
+def logged(display):
+    with display:
+        for step in (1, 2, 3):
+            display.step(step)
+            display.log(step, ROW)
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_the_lines_of_a_pipe_scroll_above_one_bar(columns, monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    monkeypatch.setattr(sys, "stdout", pipe := io.StringIO())
+    logged(Display(1000))
+    lines = pipe.getvalue().splitlines()
+    assert lines[1] == (
+        "step    2/1000  loss 1.234  accuracy 0.51  lr 3.00e-04  grad_norm 12.5  skipped 1  20.4k tokens/s  0:00 to go"
+    )
+    with terminal(columns, monkeypatch) as got:
+        logged(Display(1000))
+    assert all(len(line) <= columns for line in got.lines)
+    assert (len(got.lines) == len(lines)) == (columns == 120)
+    assert "\n".join(got.lines).replace("\n    ", "  ") == "\n".join(lines)
+    assert got.bars and all(len(bar) <= columns for bar in got.bars)
+    assert re.search(r"step 3/1000 .* 0:00 to go  20.4k tokens/s", got.bars[-1])
+
+
+def test_a_run_on_a_terminal_ends_with_its_time_its_folder_and_the_next_command(tmp_path, monkeypatch):
+    text = points_text(tables(train={"steps": 6, "batch_size": 16, "log_every": 2}))
+    file = write_points(tmp_path, text)
+    monkeypatch.chdir(tmp_path)
+    with terminal(60, monkeypatch) as got:
+        code, _ = train(file, "--run-dir", "runs")
+    assert code == 0
+    rows = "\n".join(got.lines).replace("\n    ", "  ").splitlines()
+    steps = [row.split("  ")[:3] for row in rows if re.match(r"step \d/6  loss", row)]
+    assert [step for step, *_ in steps] == ["step 2/6", "step 4/6", "step 6/6"]
+    assert all(re.fullmatch(r"loss [\d.]+", loss) and re.fullmatch(r"accuracy [\d.]+", mean) for _, loss, mean in steps)
+    assert re.fullmatch(r"6 steps in \d:\d\d; the run is in \S*runs/points", rows[-2])
+    assert rows[-1] == f"next: jdp report {rows[-2].split()[-1]}"
+
+
+def test_notices_of_the_start_take_three_lines_at_most(tmp_path, monkeypatch, capsys):
+    """Warnings are not counted; --verbose prints all; after the start all are printed."""
+
+    def printed(count, wanted=True):
+        monkeypatch.setattr(notices, "_said", set())
+        with notices.in_few_lines(wanted):
+            for number in range(count):
+                notices.notice_anywhere(f"choice {number}")
+            notices.warn("damage")
+            notices.end_of_start()
+            notices.notice_anywhere("later")
+        return capsys.readouterr().err.replace("jdp: ", "").split("\n")[:-1]
+
+    assert printed(3) == ["choice 0", "choice 1", "damage", "choice 2", "later"]
+    assert printed(7) == ["choice 0", "choice 1", "damage", "5 more notices: --verbose", "later"]
+    assert printed(7, wanted=False) == [*(f"choice {number}" for number in range(7)), "damage", "later"]
+    monkeypatch.setattr(notices, "_said", set())
+    file = write_tiny(tmp_path, tables(train={"steps": 1, "batch_size": 8}), top='strategy = "zero1"\n')
+    train(file, name="few")
+    few = [line for line in capsys.readouterr().err.splitlines() if line.startswith("jdp: ")]
+    monkeypatch.setattr(notices, "_said", set())
+    train(file, "--verbose", name="all")
+    every = [line for line in capsys.readouterr().err.splitlines() if line.startswith("jdp: ")]
+    assert few[:2] == every[:2] and re.fullmatch(r"jdp: \d+ more notices: --verbose", few[2])
+    assert len(every) > 4 and not any("more notices" in line for line in every)
+
+
+def test_a_models_text_gives_a_terminal_no_orders(monkeypatch):
+    assert escaped("a\x1b[2Jb\tc\n\r\x9b\x00é") == "a\\x1b[2Jb\tc\n\\r\\x9b\\x00é"
+    with terminal(60, monkeypatch) as got:
+        Display(1).show_text("sample", "red\x1b[31m")
+    assert got.lines == ["sample:", "red\\x1b[31m"]
