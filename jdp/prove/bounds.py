@@ -126,9 +126,9 @@ class Record:
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each thing that this record cannot prove."""
-        for step, (values, bounds) in enumerate(zip(self.values, self.widest, strict=True)):
-            if step and not np.isfinite(values["loss"]):
-                return (f"the reference's own loss is not finite at step {step}: later steps prove little",)
+        if bad := [step for step, values in enumerate(self.values) if step and not np.isfinite(values["loss"])]:
+            return (f"the reference's own loss is not finite at step {bad[0]}: later steps prove little",)
+        for step, bounds in enumerate(self.widest):
             if not all(np.isfinite(x).all() for x in bounds.values()):
                 return (f"from step {step} on, rounding alone makes values infinite or NaN: any value passes",)
         return ()
