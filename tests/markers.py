@@ -21,7 +21,6 @@ FAST = (
     "test_markers.py",
     "test_packages.py",
     "test_public.py",
-    "test_skips.py",
     "core/test_bad_calls.py",
     "core/test_schedulers.py",
     "base/test_formatting.py",

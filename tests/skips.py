@@ -45,7 +45,7 @@ def refusal(reason: str) -> str | None:
     if missing := re.match(r"could not import '([^']+)'", reason):
         fix = f"pip install {missing[1].partition('.')[0]}, or the extra it belongs to: pip install '.[test]'"
         return f"no test may skip in CI for a missing package; {missing[1]} cannot be imported: {fix}"
-    return f"a test may skip in CI for the reasons in tests/skips.py only; given {reason!r}: install what is missing"
+    return f"a test may skip in CI only for the reasons in skips.py; given {reason!r}: install what is missing"
 
 
 def _refuse(report: pytest.TestReport | pytest.CollectReport) -> None:

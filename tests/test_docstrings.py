@@ -7,7 +7,7 @@ import itertools
 import re
 
 import pytest
-from test_packages import MODULES
+from parsed_modules import MODULES
 
 FACES = (
     "jdp",

@@ -22,8 +22,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from parsed_modules import MODULES, ORDER
 from test_docstrings import LONGEST_SENTENCE, PRIVATE_WORDS, sentences
-from test_packages import MODULES, ORDER
 
 from jdp.cli.main import COMMANDS
 from jdp.cli.options import flags_of, parse, split_overrides

@@ -7,7 +7,7 @@ import markers
 import promises
 import pytest
 import rest
-from test_packages import ORDER
+from parsed_modules import ORDER
 
 import jdp
 from jdp.cli.main import COMMANDS

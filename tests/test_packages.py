@@ -4,52 +4,15 @@ Those for types only count too, and those inside functions; no two files import 
 """
 
 import ast
-import dataclasses
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from parsed_modules import MODULES, ORDER, PACKAGE, Module
 
-PACKAGE = Path(__file__).parents[1] / "jdp"
-
-ORDER = (
-    "base",
-    "core",
-    "models",
-    "data",
-    "launch",
-    "foresight",
-    "checkpoint",
-    "guard",
-    "report",
-    "prove",
-    "experiment",
-    "run",
-    "cli",
-)
 FACES = {"jdp", "jdp.__main__", "jdp.export"}
 """Modules beside the packages: they only pass names on, and nothing below `cli` reads names there."""
 ALLOWED_FACES = {"jdp.cli.main": {"jdp"}}  # for its version and its folder
-
-
-@dataclasses.dataclass(frozen=True)
-class Module:
-    name: str  # "jdp.core.gradients.auto"; a package has the name of its folder
-    tree: ast.Module
-
-    @property
-    def package(self) -> str:
-        """The first name below `jdp`."""
-        return self.name.removeprefix("jdp").lstrip(".").partition(".")[0]
-
-
-def read(path):
-    names = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    name = ".".join(names[:-1] if names[-1] == "__init__" else names)
-    return Module(name, ast.parse(path.read_text(encoding="utf-8"), str(path)))
-
-
-MODULES = {module.name: module for module in map(read, sorted(PACKAGE.rglob("*.py")))}
 
 
 def broken(package, rule):

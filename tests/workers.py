@@ -1,7 +1,7 @@
 """With `-n`, each file of tests is one worker's: what its tests share is compiled or trained once, not in every worker.
 
 Files are handed out in the order in which they are collected. xdist would begin with those that have most tests, and
-end with one that takes minutes; here the last ones (`tests/test_*.py`) are short, so that the workers end together.
+end with one that takes minutes; here the last ones are short, so that the workers end together.
 `--dist` on the command line takes the place of this.
 """
 

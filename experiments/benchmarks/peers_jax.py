@@ -41,11 +41,11 @@ def by_jdp(strategy: str, devices: int) -> Callable[[], float]:
     file = Path(jdp.__file__).parents[1] / "experiments" / "quickstart.toml"
     values = {"model.name": "gpt-nano", "data.length": f"{LENGTH}", "train.batch_size": f"{ROWS}"}
     assembly = Assembly.on_devices(load(file, {**values, "strategy": strategy, "devices": f"{devices}"}))
-    state, data = assembly.state(), jax.device_put(batch(), assembly.plan.batch_sharding)
+    state, data = assembly.training.state(), jax.device_put(batch(), assembly.training.plan.batch_sharding)
 
     def step() -> float:
         nonlocal state
-        state, metrics = assembly.train_step(state, data)
+        state, metrics = assembly.training.step(state, data)
         return float(metrics["loss"])
 
     return step

@@ -97,10 +97,8 @@ class _Examination:
 
         self.findings += [*examine_versions(), *examine_disk(self.run_folder or self.options.run_dir), examine_cache()]
         choose_platform()
-        if not self._join():
-            return self._report()
         try:
-            if not self._examine_together():
+            if not self._join() or not self._examine_together():
                 return self._report()
         except Exception as error:
             from jdp.core.cluster.initialize import is_lost_peer
@@ -161,7 +159,14 @@ class _Examination:
             found = f"not done after {self.options.timeout:g} seconds: a process, a device or a link hangs"
             mend = "check fewer hosts at a time to find it; jdp doctor --timeout 120 if starting takes longer"
             if what == "all-reduce" and self.count == 1 and devices.is_nccl_used():
-                found, mend = self._without_a_way(found)
+                if variables := devices.nccl_cure(self.options.timeout):
+                    line = devices.in_shell(variables)
+                    found = f"{found}; with {line} it succeeds"
+                    why = "; look for an IOMMU or PCI ACS in the BIOS" * (devices.P2P in variables)
+                    mend = f"export {line}, in each shell that trains{why}"
+                else:
+                    found = f"{found}, also without NCCL's peer-to-peer, shared memory and RDMA"
+                    mend = "NCCL_DEBUG=INFO jdp doctor"
             self.findings.append(Finding(what, "wrong", found, mend))
             self._report()
             os._exit(UNHEALTHY)
@@ -174,16 +179,6 @@ class _Examination:
         finally:
             timer.cancel()
 
-    def _without_a_way(self, problem: str) -> tuple[str, str]:
-        """Try the all-reduce in other processes without NCCL's transports; return the finding and the fix."""
-        from jdp.launch.doctor import devices
-
-        if variables := devices.nccl_cure(self.options.timeout):
-            line = devices.in_shell(variables)
-            why = "; look for an IOMMU or PCI ACS in the BIOS" * (devices.P2P in variables)
-            return f"{problem}; with {line} it succeeds", f"export {line}, in each shell that trains{why}"
-        return f"{problem}, also without NCCL's peer-to-peer, shared memory and RDMA", "NCCL_DEBUG=INFO jdp doctor"
-
     def _report(self) -> int:
         """Print the findings of all processes that sent them, and return the exit code."""
         from jdp.guard.diagnosis import ERRORS
@@ -194,8 +189,7 @@ class _Examination:
             for each in unwell:
                 print(f"process {self.me} of {self.count}: {each.check}: {each.found} → {each.mend}", file=sys.stderr)
             return UNHEALTHY if unwell else 0
-        found = dict(self.gathered or {self.me: []})
-        found[self.me] = [*found[self.me], *self.findings]
+        found = {**self.gathered, self.me: [*self.gathered.get(self.me, []), *self.findings]}
         examined = Examined(found, self.hosts or {self.me: socket.gethostname()})
         if self.options.json:
             lines = [as_json.dumps(examined.to_json(), allow_nan=False)]
@@ -218,12 +212,11 @@ def _verified(folder: Path) -> "list[Finding]":
     checkpoints = check(folder)
     findings: list[Finding] = []
     for each in checkpoints:
-        name, place = f"checkpoint {each.folder.name}", shlex.quote(str(each.folder))
-        if each.status == "damaged":
-            mend = f"jdp train resumes from the newest complete checkpoint and moves this one away; or: rm -r {place}"
-            findings.append(Finding(name, "wrong", each.problem, mend))
-        else:
-            findings.append(Finding(name, "ok", "every file is as it was saved"))
+        place = shlex.quote(str(each.folder))
+        mend = f"jdp train resumes from the newest complete checkpoint and moves this one away; or: rm -r {place}"
+        name, is_damaged = f"checkpoint {each.folder.name}", each.status == "damaged"
+        ok = Finding(name, "ok", "every file is as it was saved")
+        findings.append(Finding(name, "wrong", each.problem, mend) if is_damaged else ok)
     if not checkpoints:
         return [Finding("checkpoints", "note", f"there are none in {folder}")]
     return [*findings, examine_room(folder, checkpoints[-1].folder)]

@@ -74,14 +74,9 @@ def run(arguments: list[str]) -> int:
         from jdp.cli.text_model import find_model
         from jdp.models.decode import Draw
 
+        chosen = {"step": options.step, "plugin": options.plugin, "tokenizer": options.tokenizer}
         try:
-            found = find_model(
-                options.model,
-                options.run_dir,
-                step=options.step,
-                plugin=options.plugin,
-                tokenizer=options.tokenizer,
-            )
+            found = find_model(options.model, options.run_dir, **chosen)
         except PathError as error:
             raise UsageError(f"RUN: {error}") from None
         draw = Draw.checked(found.config.vocab_size, options.temperature, options.top_k, options.top_p)
@@ -111,18 +106,14 @@ def _prompts(texts: Sequence[str]) -> list[str]:
     """Return the prompts, "-" read from stdin. Raises UsageError for a prompt that is not text."""
     if texts.count(STDIN) > 1:
         raise UsageError("--prompt - reads stdin, which can be read once; given twice: remove one")
-    prompts = [_stdin() if prompt == STDIN else prompt for prompt in texts]
+    try:
+        prompts = [sys.stdin.buffer.read().decode() if prompt == STDIN else prompt for prompt in texts]
+    except UnicodeDecodeError:
+        raise UsageError("--prompt - reads text in UTF-8; stdin has other bytes: convert it (iconv)") from None
     for prompt in prompts:
         if not prompt or prompt.encode(errors="replace").decode() != prompt:
             raise UsageError(f"--prompt is text in UTF-8, one character at least; given {brief(prompt)}: write some")
     return prompts
-
-
-def _stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError:
-        raise UsageError("--prompt - reads text in UTF-8; stdin has other bytes: convert it (iconv)") from None
 
 
 def _length(wanted: int | None, prompts: Sequence[Sequence[int]], model: "TextModel") -> int:

@@ -49,7 +49,8 @@ def command_help(name: str, options: type[Any], *, every_key: bool = False) -> s
 
 def wrapped(text: str, first: str = "", later: str = "") -> str:
     """Wrap text to the terminal's width, at most 120; `first` and `later` begin the lines."""
-    return textwrap.fill(text, _width(), initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
+    width = min(shutil.get_terminal_size().columns, 120)
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
 
 def _field_docs(options: type[Any]) -> dict[str, str]:
@@ -97,7 +98,3 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
             first = ""
         lines.append(wrapped(text, f"  {first}".ljust(indent), " " * indent))
     return lines
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size().columns, 120)

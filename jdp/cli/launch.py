@@ -15,7 +15,6 @@ from jdp.cli import train
 from jdp.cli.options import UsageError, parse, parse_with_overrides
 
 if TYPE_CHECKING:
-    from jdp.experiment.schema.experiment import Experiment
     from jdp.launch.processes import Nodes
 
 
@@ -100,13 +99,12 @@ def _launch(options: Options, command: list[str]) -> int:
     else:
         added = ["--json"] if options.json else []
         added += [f"--run-dir={_expand_home(str(options.run_dir))}"] if options.run_dir is not None else []
-        given, _ = _train_options([*command, *added])
         if options.devices_per_process is not None and not visible_gpus(environment):
             added += [f"--devices={options.devices_per_process}"]
-        experiment = _check_before_launch([*command, *added], options.processes * (nodes.count if nodes else 1))
-        if experiment.devices is not None:
+        folder, is_virtual = _check_before_launch([*command, *added], options.processes * (nodes.count if nodes else 1))
+        if is_virtual:
             environment["JAX_PLATFORMS"] = "cpu"
-        log_dir = log_dir or given.run_dir / experiment.name / LOGS
+        log_dir = log_dir or folder / LOGS
         started = [sys.executable, "-m", "jdp", "train", *command, *added]
     return start(
         started,
@@ -128,12 +126,12 @@ def _nodes(options: Options) -> "Nodes | None":
     given = {"--node-rank": options.node_rank, "--coordinator": options.coordinator}
     if options.nodes is not None and options.nodes < 1:
         raise UsageError(f"--nodes must be 1 or more machines; given {options.nodes}: leave it out for this one alone")
-    if options.nodes in (None, 1) and (named := [flag for flag, value in given.items() if value is not None]):
-        raise UsageError(f"{named[0]} is for several machines; given --nodes 1: say how many with --nodes")
-    if options.nodes is None or options.nodes == 1:
+    if options.nodes in (None, 1):
+        if named := [flag for flag, value in given.items() if value is not None]:
+            raise UsageError(f"{named[0]} is for several machines; given --nodes 1: say how many with --nodes")
         return None
     if options.node_rank is None or options.coordinator is None:
-        missing = " and ".join(flag for flag in ("--node-rank", "--coordinator") if given[flag] is None)
+        missing = " and ".join(flag for flag, value in given.items() if value is None)
         raise UsageError(
             f"several machines need --node-rank and --coordinator; given --nodes {options.nodes} without {missing}: "
             f"write --nodes {options.nodes} --node-rank 0 --coordinator HOST:PORT, and on each its own number"
@@ -155,13 +153,9 @@ def _program(command: list[str]) -> list[str] | None:
         return [sys.executable, *command]
     if Path(word).is_file() and not os.access(word, os.X_OK):
         return None
-    return None if shutil.which(word) is None and _is_shipped(word) else command
+    from jdp.experiment.file import shipped_file
 
-
-def _is_shipped(word: str) -> bool:
-    from jdp.experiment.shipped import shipped_file
-
-    return shipped_file(Path(word)) is not None
+    return None if shutil.which(word) is None and shipped_file(Path(word)) is not None else command
 
 
 def _check_exists(command: list[str]) -> None:
@@ -197,18 +191,17 @@ def _expand_home(word: str) -> str:
         raise UsageError(f"there is no home folder {Path(word).parts[0]}, in {word}: write the folder") from None
 
 
-def _train_options(arguments: list[str]) -> tuple[train.Options, dict[str, str]]:
-    return parse_with_overrides(train.Options, "train", arguments)
+def _check_before_launch(arguments: list[str], processes: int) -> tuple[Path, bool]:
+    """Report a mistake in the experiment once, instead of in every process.
 
-
-def _check_before_launch(arguments: list[str], processes: int) -> "Experiment":
-    """Report a mistake in the experiment once, instead of in every process; return the experiment."""
+    Return the folder of the run, and whether the experiment has virtual CPU devices.
+    """
     from jdp.experiment.file import check_for_devices, load
     from jdp.run.outputs.profiler import profiled_steps
 
-    options, overrides = _train_options(arguments)
+    options, overrides = parse_with_overrides(train.Options, "train", arguments)
     experiment = load(options.file, overrides)
     profiled_steps(options.profile, experiment.train.steps)
     if experiment.devices is not None:
         check_for_devices(experiment, processes * experiment.devices)
-    return experiment
+    return options.run_dir / experiment.name, experiment.devices is not None

@@ -15,7 +15,11 @@
 
 tyro parses a command's typed options; anything else that starts with two dashes, `--a.b value`, is an override of the
 experiment file. Commands are imported when they run, and JAX late inside them, so that help and option errors appear at
-once. The help of a command is cached on disk, because its imports take a quarter of a second of processor time.
+once.
+
+If a terminal is closed, the reader of a pipe exits, or the disk of a log file is full, a write to stdout or stderr
+fails anywhere in the program: in a progress bar, a notice, a library. The stream then catches the error, continues on
+/dev/null, and the program goes on (`lasting`).
 """
 
 import contextlib
@@ -24,20 +28,18 @@ import importlib
 import io
 import os
 import platform
-import shutil
+import select
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import jdp
-from jdp.base.disk_cache import Cache, default_folder
 from jdp.base.errors import UserError
 from jdp.base.toml import cut
 from jdp.base.words import nearest
-from jdp.cli.help import command_help, wrapped
+from jdp.cli.help import wrapped
 from jdp.cli.options import UsageError
-from jdp.cli.streams import lasting
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -95,23 +97,21 @@ def _in_words(arguments: list[str]) -> int:
         _drop_stdout()
         return _leave(READER_LEFT)
     except Exception as error:
-        if _is_lost_peer(error):
+        message, code, cluster = traceback.format_exc(), SOFTWARE_ERROR, _cluster()
+        lost_peer = cluster is not None and cluster.is_lost_peer(error)  # another process exited or did not connect
+        if lost_peer:
             named = type(error).__name__ == "LostPeer"  # JAX's error does not name the process
-            said = error if named else "another process of this run exited; its message is above, or in its log"
-            print(f"{_prefix()}{said}", file=sys.stderr)
-            return _leave(SOFTWARE_ERROR, lost_peer=True)
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+            message = f"{error}" if named else "another process of this run exited; its message is above, or in its log"
+        elif isinstance(error, OSError) and error.errno in _DISK_FULL:
             _drop_stdout()
             file = error.filename or "the output"
-            print(f"{_prefix()}error: {file} cannot be written: {error.strerror}", file=sys.stderr)
-            return _leave(USER_ERROR)
-        is_mistake, replicas = isinstance(error, UserError), sys.modules.get("jdp.guard.replicas")
-        is_device = replicas is not None and isinstance(error, replicas.CorruptState)  # a traceback would add nothing
-        in_words = is_mistake or is_device or hasattr(error, "exit_code")
-        message = f"error: {_printable(error)}" if in_words else traceback.format_exc()
-        print(f"{_prefix()}{message}", file=sys.stderr)
-        code = USER_ERROR if is_mistake else SOFTWARE_ERROR
-        return _leave(getattr(error, "exit_code", code) if in_words else code)
+            message, code = f"error: {file} cannot be written: {error.strerror}", USER_ERROR
+        elif isinstance(error, UserError) or hasattr(error, "exit_code"):
+            message, code = f"error: {_printable(error)}", getattr(error, "exit_code", USER_ERROR)
+        joined = cluster.joined_as() if cluster else None
+        prefix = f"process {joined[0]} of {joined[1]}: " if joined else ""
+        print(f"{prefix}{message}", file=sys.stderr)
+        return _leave(code, lost_peer=lost_peer)
 
 
 def _open_closed_streams() -> None:
@@ -144,8 +144,6 @@ def _run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         raise UsageError(f"jdp has no command {name!r}{hint}")
-    if arguments[1:] in (["--help"], ["-h"]):
-        return show_help(name)
     return importlib.import_module(f"jdp.cli.{name}").run(arguments[1:])
 
 
@@ -161,24 +159,16 @@ def _printable(error: Exception) -> str:
     return "\n".join([*kept, *more])
 
 
-def _is_lost_peer(error: Exception) -> bool:
-    """Return True if this error, in a cluster, means that another process exited or did not connect."""
-    distributed = sys.modules.get("jdp.core.cluster.initialize")
-    return distributed is not None and distributed.is_lost_peer(error)
+def _cluster() -> Any:
+    """Return the module that joins clusters; None if it is not imported, so that this process is in none."""
+    return sys.modules.get("jdp.core.cluster.initialize")
 
 
 def _leave(code: int, *, lost_peer: bool = False) -> int:
     """Return the code; after a failure in a cluster, end the process with it at once."""
-    if code and (distributed := sys.modules.get("jdp.core.cluster.initialize")):
-        distributed.leave_after_failure(code, lost_peer=lost_peer)
+    if code and (cluster := _cluster()):
+        cluster.leave_after_failure(code, lost_peer=lost_peer)
     return code
-
-
-def _prefix() -> str:
-    """Return the prefix of this process' messages in a cluster, "process 0 of 2: "; "" outside a cluster."""
-    distributed = sys.modules.get("jdp.core.cluster.initialize")
-    joined = distributed.joined_as() if distributed else None
-    return f"process {joined[0]} of {joined[1]}: " if joined else ""
 
 
 def _help() -> str:
@@ -202,20 +192,54 @@ def _versions() -> str:
     return "\n".join(lines)
 
 
-def show_help(name: str) -> int:
-    """Print a command's help, from the cache if jdp's files and the terminal have not changed."""
-    cache = Cache(default_folder() / "help", limit_bytes=2**20, names=r"[0-9a-f]{64}\.txt", contents="")
-    key = Cache.key(name, sys.version, repr(shutil.get_terminal_size()), *_stamps()) + ".txt"
-    text = cache.load(key, lambda file: file.read().decode())
-    if text is None:
-        text = f"{command_help(name, importlib.import_module(f'jdp.cli.{name}').Options)}\n"
-        cache.store(key, lambda file: file.write(text.encode()))
-    sys.stdout.write(text)
-    return 0
+_NUMBERS = {"stdout": 1, "stderr": 2}
 
 
-def _stamps() -> Iterator[str]:
-    """Yield each file of jdp with its size and time, because the help depends on them."""
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        found = path.stat()
-        yield f"{path} {found.st_size} {found.st_mtime_ns}"
+class _Lasting(io.FileIO):
+    """The file of a stream; after the first failed write it is /dev/null."""
+
+    def write(self, data: Any, /) -> int:
+        """Write all of `data`; on a non-blocking stream, wait for its reader."""
+        left = memoryview(data).cast("B")
+        while left:
+            try:
+                written = super().write(left)
+            except OSError as error:
+                self._drop(error)
+                break
+            if written is None:
+                select.select([], [self], [])
+            left = left[written or 0 :]
+        return len(data)
+
+    def _drop(self, error: OSError) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.fileno())
+        os.close(null)
+        name = next(name for name, number in _NUMBERS.items() if number == self.fileno())
+        with contextlib.suppress(OSError):
+            os.write(2, f"jdp: {name} cannot be written ({error.strerror}): the run goes on without it\n".encode())
+
+
+@contextlib.contextmanager
+def lasting(name: str) -> Generator[None]:
+    """Make writes to "stdout" or "stderr" never fail while in `with`; a notebook's streams are not changed."""
+    stream: Any = getattr(sys, name)
+    try:
+        known = stream.fileno() == _NUMBERS[name]
+    except (OSError, AttributeError):  # a stream in memory
+        known = False
+    if not known:
+        yield
+        return
+    stream.flush()
+    file = _Lasting(_NUMBERS[name], "w", closefd=False)
+    buffered = file if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(file)  # as with `python -u`
+    same = {what: getattr(stream, what) for what in ("encoding", "errors", "line_buffering", "write_through")}
+    lasts = io.TextIOWrapper(buffered, **same)  # pyright: ignore[reportArgumentType]
+    setattr(sys, name, lasts)
+    try:
+        yield
+    finally:
+        lasts.flush()
+        setattr(sys, name, stream)

@@ -4,7 +4,7 @@ import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
     """Write the file, and print the next commands. Raises UsageError."""
     options = parse(Options, "new", arguments)
     _check(options)
-    from jdp.experiment.shipped import copied
+    from jdp.experiment.file import copied
 
     text = copied(options.from_, options.name)
     file = Path(f"{options.name}.toml")
@@ -46,14 +46,19 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"jdp new replaces no file; given {file}, which exists: choose another NAME") from None
     except OSError as error:
         raise UsageError(f"{file} cannot be written here: {error.strerror}; go to a folder of yours") from None
-    print(f"wrote {file}. Next:\n  jdp plan {file}{_target(tomllib.loads(text))}\n  jdp train {file}")
+    table = tomllib.loads(text)
+    sizes = table.get("mesh", {}).values()
+    count = math.prod(sizes) if sizes and min(sizes) > 0 else _GPUS
+    on_gpus = f" --target h100:{math.ceil(count / _GPUS)}x{min(count, _GPUS)}"  # GPUs for the mesh
+    target = "" if "devices" in table else on_gpus
+    print(f"wrote {file}. Next:\n  jdp plan {file}{target}\n  jdp train {file}")
     return 0
 
 
 def _check(options: Options) -> None:
     """Check both names. Raises UsageError."""
+    from jdp.experiment.file import shipped
     from jdp.experiment.schema.fields import run_name
-    from jdp.experiment.shipped import shipped
 
     names = shipped()
     try:
@@ -65,10 +70,3 @@ def _check(options: Options) -> None:
     if options.from_ not in names:
         given = f"{brief(options.from_)}{nearest(options.from_, names)}"
         raise UsageError(f"--from must be an experiment that jdp ships, one of {', '.join(names)}; given {given}")
-
-
-def _target(table: dict[str, Any]) -> str:
-    """Return the --target of `jdp plan` with GPUs for the mesh, unless the experiment has virtual CPU devices."""
-    sizes = table.get("mesh", {}).values()
-    count = math.prod(sizes) if sizes and min(sizes) > 0 else _GPUS
-    return "" if "devices" in table else f" --target h100:{math.ceil(count / _GPUS)}x{min(count, _GPUS)}"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -27,14 +28,12 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
     import tyro  # late, because it takes a tenth of a second
 
     parsed = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
-    paths: dict[str, Path] = {}
-    for field in dataclasses.fields(parsed):
-        value = getattr(parsed, field.name)
-        if isinstance(value, Path):
-            try:
-                paths[field.name] = user_path(value)
-            except ValueError as error:
-                raise UsageError(f"{flag_of(field.name)}: {error}") from None
+    paths = {name: value for name, value in vars(parsed).items() if isinstance(value, Path)}
+    for name, value in paths.items():
+        try:
+            paths[name] = user_path(value)
+        except ValueError as error:
+            raise UsageError(f"{flag_of(name)}: {error}") from None
     return dataclasses.replace(parsed, **paths)
 
 
@@ -107,7 +106,7 @@ def counts(text: str | None, flag: str) -> list[int] | None:
     if text is None:
         return None
     listed = words(text, flag)
-    if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in listed):
+    if not all(re.fullmatch(r"[1-9]\d{0,8}", word) for word in listed):
         raise UsageError(
             f"{flag} takes positive whole numbers below 10^9 with commas between; given {brief(text)}: write 1,4"
         )
@@ -126,20 +125,14 @@ def check_writable(path: Path | None) -> None:
         raise UsageError(f"{path} cannot be written: {why}; choose another file")
 
 
-def write_file(path: Path, text: str, *, private: bool = False) -> None:
-    """Write or replace a file in one rename; write directly to a device such as /dev/stdout.
-
-    Only its owner may read a `private` file.
-    """
+def write_file(path: Path, text: str) -> None:
+    """Write or replace a file in one rename; write directly to a device such as /dev/stdout."""
     file = path.resolve()  # a link stays a link
     fresh = file.with_name(f".{file.name}.new")
     try:
         if path.exists() and not path.is_file():
             path.write_text(text, "utf-8", errors="replace")
         else:
-            if private:
-                fresh.unlink(missing_ok=True)
-                fresh.touch(0o600)
             fresh.write_text(text, "utf-8", errors="replace")
             fresh.replace(file)
     except OSError as error:
@@ -152,10 +145,8 @@ def choose_target_platform(targets: Sequence[str | None], devices: int | None = 
     """Choose JAX's platform for compiling for targets: virtual CPU devices for "cpu:8", else the CPU."""
     from jdp.base.machine import choose_platform
 
-    numbers = [name[4:] for name in targets if name and name.startswith("cpu:")]
-    largest = max((int(number) for number in numbers if number.isdecimal() and len(number) < 6), default=0)
-    if largest:
-        choose_platform(largest)
+    if numbers := [int(found[1]) for name in targets if (found := re.fullmatch(r"cpu:(\d{1,5})", name or ""))]:
+        choose_platform(max(numbers))
     elif None in targets:
         choose_platform(devices)
     else:

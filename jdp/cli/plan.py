@@ -86,16 +86,15 @@ def run(arguments: list[str]) -> int:
         name, reports, described = _compiled(options, overrides, targets)
         if not options.json:
             _show(reports, name, described[0], options.file.stem)
-    if options.json:
-        found = [report.to_json() for report in reports]
-        print(as_json.dumps(found[0] if len(found) == 1 else {"targets": found}, allow_nan=False), flush=True)
-    with stdout_to_stderr(options.json):
         if options.html is not None:
             from jdp.report.pages import plan_page
 
             title = f"{options.file.stem} on {reports[0].target}"
             write_file(options.html, plan_page(reports[0], title=title, described=described[0]))
             print(f"wrote {options.html}")
+    if options.json:
+        found = [report.to_json() for report in reports]
+        print(as_json.dumps(found[0] if len(found) == 1 else {"targets": found}, allow_nan=False), flush=True)
     return 0
 
 
@@ -185,10 +184,10 @@ def _closed_form(options: Options, overrides: dict[str, str]) -> int:
     k = accumulate[0]
     rows: dict[str, dict[str, dict[str, int]]] = {"paper": {}, "jdp": {}}
     for name in names:
-        theirs, ours = zero_bytes(parameters, devices, name), jdp_bytes(parameters, devices, name)
-        sent = [sent_bytes(parameters, devices, name, grads=grads, accumulate=k) for grads in (2, 4)]
-        rows["paper"][name] = {**dataclasses.asdict(theirs), "total": theirs.total, "sent": sent[0]}
-        rows["jdp"][name] = {**dataclasses.asdict(ours), "total": ours.total, "sent": sent[1]}
+        for key, of, grads in (("paper", zero_bytes, 2), ("jdp", jdp_bytes, 4)):
+            held = of(parameters, devices, name)
+            sent = sent_bytes(parameters, devices, name, grads=grads, accumulate=k)
+            rows[key][name] = {**dataclasses.asdict(held), "total": held.total, "sent": sent}
     if options.json:
         print(as_json.dumps({"parameters": parameters, "devices": devices, "accumulate": k, **rows}), flush=True)
         return 0

@@ -1,19 +1,45 @@
-"""Users' programs, FILE.py:FUNCTION, for the commands that read any step: `jdp verify` and `jdp plan`."""
+"""Users' programs, FILE.py:FUNCTION or module.path:function, for the commands that read any step: verify and plan.
+
+The function takes nothing, or the target's devices in an argument `devices`; it returns a jitted step and its
+arguments. Exceptions are reported with the user's own lines, without those of libraries.
+"""
+
+from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
+import inspect
 import math
 import re
 import sys
-from collections.abc import Generator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
+from jdp.base.errors import UserError
+from jdp.base.toml import brief, cut
+from jdp.base.words import nearest
 from jdp.cli.options import UsageError, choose_target_platform, flag_of
 
 if TYPE_CHECKING:
-    from jdp.cli.load import Program
     from jdp.foresight.step_report import StepReport
+
+_FUNCTION = re.compile(r"(?P<module>.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
+_DESCRIBED = (
+    "Nothing runs on the devices of a target. Make abstract arrays (jax.eval_shape, jax.ShapeDtypeStruct) outside of "
+    "jax.set_mesh; or remove the argument `devices`: jax.devices() then has as many virtual CPU devices."
+)
+_SHAPES = "(jitted step, (argument, …)), or (jitted step, (argument, …), {name: argument})"
+_MOST_CPUS = 16384  # largest target
+_JDP = str(Path(__file__).parents[1])
+
+
+class ProgramError(UserError):
+    """A program that cannot be loaded, called or traced; the message has the user's own lines."""
 
 
 def is_program(file: Path) -> bool:
@@ -37,14 +63,12 @@ def check_program(options: Any, overrides: Mapping[str, str], taken: Sequence[st
     check_only(options, overrides, taken, rule)
 
 
-def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[Program, StepReport]":
-    """Load a program, and compile its step for a target (None: for this machine's devices).
+def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> tuple[Path, StepReport]:
+    """Load a program, and compile its step for a target (None: this machine's devices); return its root and the report.
 
     A program that does not take the target's devices gets as many virtual CPU devices.
     """
     import jax
-
-    from jdp.cli.load import load, users_errors
 
     with _as_script(file):
         _choose_devices(target_name)
@@ -56,14 +80,20 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[P
         from jdp.foresight.targets.resolve import target
 
         devices = None if target_name is None else target(target_name)  # first: reports a mistake at once
-        program = load(str(file))
+        function, root = load(str(file))
         described = (None, None) if devices is None else (devices.devices[0], cudnn_of(devices))
-        with answered_for(*described):  # a function that makes shapes of a model may trace its fused attention
-            step, arguments = program.step(lambda: jax.devices() if devices is None else devices.devices)
+        name = str(file).rpartition(":")[2]
+        given: dict[str, Any] = {}
+        if _takes_devices(function, name):
+            given["devices"] = list(jax.devices() if devices is None else devices.devices)
+        failed = users_errors(f"{file} could not be called", _DESCRIBED if given else "")
+        with answered_for(*described), failed:  # a function that makes a model's shapes may trace its fused attention
+            returned = function(**given)
+        step, arguments = _step_of(returned, name)
         step = step.jitted if isinstance(step, Step) else step
         with Progress() as progress, users_errors(f"the step of {file} could not be compiled"):
             progress.compiling(0, 1, f"{file} for {devices or 'this machine'}")
-            return program, forecast(step, arguments, target=devices, cache=cache)
+            return root, forecast(step, arguments, target=devices, cache=cache)
 
 
 @contextlib.contextmanager
@@ -96,4 +126,113 @@ def _choose_devices(target: str | None) -> None:
             use_cpu_devices(count)
 
 
-_MOST_CPUS = 16384  # largest target
+def load(text: str) -> tuple[Callable[..., Any], Path]:
+    """Import a program; return its function, and the folder of its repository, else its own."""
+    found = _FUNCTION.fullmatch(text)
+    if found is None:
+        raise ProgramError(
+            f"a program is FILE.py:FUNCTION or module.path:function, whose function returns a jitted step and its "
+            f"arguments; given {brief(text)}: add :FUNCTION, after a file that ends in .py or a module"
+        )
+    module_name, name = found["module"], found["name"]
+    with users_errors(f"{module_name} could not be imported"):
+        module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
+        hint = nearest(name, own) or (f": it has {', '.join(own[:6])}" if own else ": it has no function")
+        raise ProgramError(f"a program's function is one that its file has; given {name!r}, not in {module_name}{hint}")
+    folder = Path(getattr(module, "__file__", None) or ".").resolve().parent
+    return function, next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Import a file with its folder on the path, like `python FILE`, under its own name if that is free."""
+    if not file.is_file():
+        raise ProgramError(f"a program is a Python file that exists; given {brief(str(file))}: correct its path")
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else f"_jdp_program_{id(file)}"
+    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    """Import a module like `python -m`, from the working directory too."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    return importlib.import_module(name)
+
+
+def _takes_devices(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function takes `devices`. Raises ProgramError if it needs another argument."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable and p.name != "devices"]
+    if needed:
+        raise ProgramError(
+            f"a program's function is called with nothing, or with the target's devices as `devices`; given {name}, "
+            f"which needs {', '.join(needed)}: give {needed[0]} a default, or name a function that calls {name}"
+        )
+    return any(p.name == "devices" for p in parameters)
+
+
+def _step_of(returned: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the step and its positional arguments; keyword arguments come last."""
+    parts = list[Any](cast("tuple[Any, ...]", returned) if isinstance(returned, tuple) else ())
+    if len(parts) not in (2, 3) or not callable(parts[0]) or not isinstance(parts[1], tuple | list):
+        shown = cut(f"({', '.join(type(each).__name__ for each in parts)})") if parts else type(returned).__name__
+        raise ProgramError(f"{name} must return {_SHAPES}; given {shown}: return the step and a tuple of its arguments")
+    step, arguments, by_name = parts[0], tuple(parts[1]), parts[2] if len(parts) == 3 else {}
+    if not isinstance(by_name, Mapping):
+        raise ProgramError(f"{name} must return {_SHAPES}; given {type(by_name).__name__} third: make it a dictionary")
+    if not by_name:
+        return step, arguments
+    return _with_keywords(step, len(arguments), [*by_name]), (*arguments, *by_name.values())
+
+
+def _with_keywords(step: Callable[..., Any], count: int, names: Sequence[str]) -> Callable[..., Any]:
+    """Return a step whose last positional arguments are passed on by keyword."""
+    try:
+        parameters = [*inspect.signature(step).parameters][:count]
+    except (TypeError, ValueError):
+        parameters = list[str]()
+    first = parameters + [f"argument_{number}" for number in range(len(parameters), count)]
+
+    def called(*arguments: Any) -> Any:
+        return step(*arguments[:count], **dict(zip(names, arguments[count:], strict=True)))
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(each, kind) for each in (*first, *names)])
+    called.__name__ = getattr(step, "__name__", type(step).__name__)
+    called.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    return called
+
+
+@contextlib.contextmanager
+def users_errors(what: str, of_library: str = "") -> Generator[None]:
+    """Turn exceptions of a user's code, or of a library that it calls, into a `ProgramError`.
+
+    `of_library` is added to a library's exceptions. Exceptions of jdp's own code pass.
+    """
+    from jdp.experiment.schema.make import users_traceback
+
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        # A TypeError in jdp's call of a user's function is the user's: the function may not take the argument.
+        is_call = isinstance(error, TypeError) and "function(*" in (frames[-1].line or "")
+        if frames[-1].filename.startswith(_JDP) and not is_call:
+            raise
+        hint = of_library if "-packages/" in frames[-1].filename else ""
+        if isinstance(error, SystemExit):
+            hint = 'What a script runs belongs under if __name__ == "__main__".'
+        raise ProgramError("\n".join(filter(None, (f"{what}:", users_traceback(error), hint)))) from None

@@ -65,7 +65,7 @@ def _prove(options: Options, overrides: dict[str, str]) -> "Proof":
     choose_platform(experiment.devices or DEVICES)
 
     from jdp.cli.terminal import Progress
-    from jdp.experiment.prove import prove_experiment
+    from jdp.experiment.plan import prove_experiment
 
     steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
     logging.getLogger("jdp").setLevel(logging.ERROR)  # the notices of dozens of plans are not about the proof

@@ -59,7 +59,9 @@ def run(arguments: list[str]) -> int:
         folders = _folders(options.runs, options.run_dir)
         path = options.output or (Path(PAGE) if len(folders) > 1 else folders[0] / PAGE)
         check_writable(path)
-        names = _names(folders)
+        names = [folder.resolve().name for folder in folders]
+        if len(set(names)) < len(names):
+            names = [str(folder) for folder in folders]
         recorded = [*map(read_run, folders, names)]
         write_file(path, run_page(_with_steps(recorded, folders, options)))
     if options.json:
@@ -84,12 +86,6 @@ def _folders(given: Sequence[str], runs: Path) -> list[Path]:
         if (first := seen.setdefault(folder.resolve(), folder)) is not folder:
             raise UsageError(f"jdp report takes different runs; given one twice, {first} and {folder}: name it once")
     return folders
-
-
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names, or their paths if two names are the same."""
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 # The steps.

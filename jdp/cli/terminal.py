@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
@@ -18,20 +18,16 @@ class Progress:
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
-        self._bar: Bar | None = None
-        self._task: TaskID | None = None
-        if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Bar(*columns, console=self._console, transient=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Bar(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
+        self._task = self._bar.add_task("")
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def compiling(self, done: int, total: int | None, name: str) -> None:
         """Show that `done` of `total` steps are compiled (None: the total is unknown), and that `name` is next."""
@@ -43,14 +39,10 @@ class Progress:
         self._show(done, total, f"running {name}" if done < total else "")
 
     def _show(self, done: int, total: int | None, text: str) -> None:
-        if self._bar is None:
-            if text:
-                number = f"[{done + 1}/{total}] " if total is not None and total > 1 else ""
-                print(f"{number}{text}", file=sys.stderr, flush=True)
-        elif self._task is None:
-            self._task = self._bar.add_task(text, total=total, completed=done)
-        else:
-            self._bar.update(self._task, description=text, total=total, completed=done)
+        self._bar.update(self._task, description=text, total=total, completed=done)
+        if text and not self._console.is_terminal:
+            number = f"[{done + 1}/{total}] " if total is not None and total > 1 else ""
+            print(f"{number}{text}", file=sys.stderr, flush=True)
 
 
 def show_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> None:

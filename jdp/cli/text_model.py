@@ -33,12 +33,13 @@ from jdp.data.text.tokenizers import FILE as TOKENIZER
 from jdp.data.text.tokenizers import Tokenizer, open_tokenizer
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
-from jdp.experiment.schema.experiment import NONE, Experiment
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.fields import NONE
 from jdp.models import GPT, GPTConfig
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, FILE
-from jdp.run.initial_weights import names_of
 from jdp.run.read_folder import find_run
+from jdp.run.weights import names_of
 
 BEST = "best"
 
@@ -169,7 +170,7 @@ def _restored(path: Path, experiment: Experiment, config: GPTConfig, device: Dev
         return restore_params(path, _abstract(config, device)).model
     alone = {"mesh": {DATA: 1}, "strategy": "ddp", "rules": {}, "offload": None, "wire": None}
     assembly = Assembly.on_devices(experiment.model_copy(update=alone), [device])
-    return assembly.averaged(restore(path, assembly.abstract_state())).model
+    return assembly.training.averaged(restore(path, assembly.training.abstract_state)).model
 
 
 def _abstract(config: GPTConfig, device: Device) -> TrainState:

@@ -70,7 +70,7 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     from jdp.base.cpu_allocator import keep_memory
     from jdp.base.machine import choose_platform, starts_cpus_alone
     from jdp.experiment.file import check_for_devices, load, to_toml
-    from jdp.experiment.make import folder_of
+    from jdp.experiment.schema.make import folder_of
     from jdp.run.outputs.profiler import profiled_steps
 
     experiment = load(options.file, overrides)

@@ -91,7 +91,7 @@ def _verify(options: Options, overrides: dict[str, str]) -> "Report":
 
     target = target_of(options.target)
     assembly = Assembly.on_devices(experiment, list(target.devices))
-    step, state, batch = assembly.train_step, assembly.abstract_state(), assembly.abstract_batch()
+    step, state, batch = assembly.training.step, assembly.training.abstract_state, assembly.inputs.abstract_batch
     with Progress() as progress:
         progress.compiling(0, 1, f"{experiment.strategy} for {target}")
         return verify(step, state, batch, target, cache=not options.no_cache)
@@ -105,13 +105,12 @@ def _run_program(options: Options, overrides: dict[str, str]) -> int:
     check_program(options, overrides, TAKEN)
     tolerance = _tolerance(options)
     with stdout_to_stderr():  # the user's file may print
-        from jdp.cli.baseline import baseline_of, read_baseline
-        from jdp.cli.compare import WORSE, compare, report_markdown
+        from jdp.cli.baseline import WORSE, baseline_of, compare, read_baseline, report_markdown
 
         before = None if options.against is None else read_baseline(options.against)
         named = options.target or (None if before is None else before.target)
-        program, report = forecast_on(options.file, named, cache=not options.no_cache)
-        now = baseline_of(report, program.name, program.root)
+        root, report = forecast_on(options.file, named, cache=not options.no_cache)
+        now = baseline_of(report, str(options.file), root)
         comparison = None
         if before is not None and options.against is not None:
             comparison = compare(before, now, tolerance=tolerance, file=options.against.name)

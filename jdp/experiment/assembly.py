@@ -1,11 +1,10 @@
-"""From a validated experiment to the objects of a run: data, mesh, plan, state, steps. Only this layer sees the file.
+"""From a validated experiment to the objects of a run: its inputs and its training. Only this layer sees the file.
 
-`jdp.run` reaches models and their FLOPs only through an `Assembly`.
+`jdp.run` reaches models and their FLOPs only through an `Assembly`; it makes the evaluation (`jdp.run.evaluation`).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -24,22 +23,20 @@ from jdp.base.toml import cut
 from jdp.base.tree_paths import matches, path_of
 from jdp.core.flax_nnx import built, split
 from jdp.core.init.train_state import abstract_state, init_state
-from jdp.core.make_step import make_eval_step, make_train_step
+from jdp.core.make_step import make_train_step
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import TrainState
 from jdp.core.step import Step
-from jdp.core.types import Batch, Device, LossFn
+from jdp.core.types import Batch, Device
 from jdp.core.update.ema import ema_params
 from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
 from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
-from jdp.experiment.losses import features_loss, image_loss, text_loss, text_scores
-from jdp.experiment.make import function_of
+from jdp.experiment.losses import loss_of
 from jdp.experiment.optimizer import learning_rate, optimizer
-from jdp.experiment.schema.evaluate import tops
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.timing.model_flops import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
@@ -51,7 +48,7 @@ from jdp.models.sizes import parameter_lower_bound
 
 @dataclass(frozen=True)
 class Assembly:
-    """The objects of a run. Expensive objects are made at first use and kept.
+    """The objects of a run. Expensive objects are made at first use and kept, here and in both parts.
 
     Attributes:
         experiment: the validated file.
@@ -69,35 +66,40 @@ class Assembly:
         return Assembly(experiment, make_mesh(devices=devices, **experiment.mesh))
 
     @cached_property
-    def plan(self) -> Plan:
-        """The plan of mesh, strategy and [rules] ("" is an unsharded dimension).
-
-        Raises ExperimentError for a rule that matches no parameter, or does not divide one.
-        """
-        rules = self.experiment.rules
-        specs = [(pattern, PartitionSpec(*(entry or None for entry in entries))) for pattern, entries in rules.items()]
-        shapes = self.parameter_shapes
-        try:
-            plan = Plan(self.mesh, self.experiment.strategy, rules=tuple(specs))
-            plan.param_placements({p: jax.ShapeDtypeStruct(shape, np.float32) for p, shape in shapes.items()})
-        except ValueError as error:
-            raise ExperimentError(f"[rules]: {error}") from None
-        return replace(plan, offload=self.experiment.offload)
+    def training(self) -> Training:
+        """The model, its state, and the step."""
+        return Training(self.experiment, self.mesh)
 
     @cached_property
-    def tx(self) -> optax.GradientTransformation:
-        """The optimizer."""
-        return optimizer(self.experiment, self.parameter_shapes)
-
-    @cached_property
-    def learning_rate(self) -> optax.Schedule:
-        """The learning rate as a function of the number of completed optimizer steps."""
-        return learning_rate(self.experiment)
+    def inputs(self) -> Inputs:
+        """The data."""
+        return Inputs(self.experiment, self.training)
 
     @cached_property
     def toml(self) -> str:
         """The experiment as resolved."""
         return to_toml(self.experiment)
+
+    @cached_property
+    def seconds_at_peak(self) -> float | None:
+        """Seconds that a training step would take at the devices' peak; None if the peak is unknown."""
+        return seconds_at_peak(self.training.step, self.training.abstract_state, self.inputs.abstract_batch)
+
+    def check_memory(self) -> None:
+        """Check, before data is read, that weights, a batch and the state can fit into memory. Raises ValueError."""
+        given, config = self.experiment, self.training.config
+        count = parameter_lower_bound(config) if isinstance(config, ModelConfig) else 0  # others must be traced first
+        check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
+        check_batch(self.inputs.abstract_batch, given.train.batch_size)
+        check_state(self.training.abstract_state, self.mesh, given.strategy)
+
+
+@dataclass(frozen=True)
+class Training:
+    """The model, its state, and the step."""
+
+    experiment: Experiment
+    mesh: Mesh
 
     @cached_property
     def config(self) -> Any:
@@ -118,56 +120,6 @@ class Assembly:
                 f'model.attention = "cudnn" runs on NVIDIA GPUs; given {platform} devices: set "auto" or "xla"'
             )
         return config
-
-    @cached_property
-    def loss(self) -> LossFn:
-        """The loss function of [loss], or the usual loss for the kind of model."""
-        table, kind = self.experiment.loss, self.experiment.model.kind
-        if table.make is not None:
-            return functools.partial(function_of(table.make), **table.keywords)
-        assert kind is not None  # the schema asks for a loss then
-        return {"text": text_loss, "images": image_loss, "features": features_loss}[kind]
-
-    @property
-    def eval_loss(self) -> LossFn:
-        """The loss function of the evaluations."""
-        if not (ranks := tops(self.experiment.train.eval_metrics)):
-            return self.loss
-        of_kind = {"text": text_scores, "images": image_loss, "features": features_loss}[self.experiment.kind]
-        return functools.partial(of_kind, tops=ranks)
-
-    @cached_property
-    def data(self) -> Any:
-        """The data set of [data], opened."""
-        return open_data(self.experiment)
-
-    @cached_property
-    def eval_sets(self) -> dict[str, Source]:
-        """The evaluation sets by the prefix of their metrics: "eval", "eval_NAME"."""
-        return open_eval_sets(self.experiment, self.data)
-
-    def train_batches(self, start: int) -> Iterable[NumpyBatch]:
-        """Return the training batches from step `start` on, all rows of each."""
-        return self._batches(self.data.train, start=start, **self._train_order)
-
-    def train_feed(self, start: int, samples: int) -> Feed:
-        """Return the training batches after `start` steps and `samples` samples, on the devices, read ahead."""
-        return self.feed(self.data.train, start=start, samples=samples, **self._train_order)
-
-    def feed(self, source: Source, *, most: int | None = None, **order: Any) -> Feed:
-        """Return at most `most` global batches of `source` on the devices, read ahead; `order` has keywords of
-        `global_batches` (seed, shuffle, start, samples, epochs)."""
-        rows = process_rows(self.plan, self.experiment.train.batch_size)
-        return shard_batches(itertools.islice(self._batches(source, rows=rows, **order), most), self.plan)
-
-    def _batches(self, source: Source, **order: Any) -> Iterable[NumpyBatch]:
-        # An image or a sample of data.make takes a millisecond, any other sample microseconds.
-        threads = min(16, len(os.sched_getaffinity(0))) if self.experiment.kind in ("images", "own") else 2
-        return global_batches(source, batch_size=self.experiment.train.batch_size, threads=threads, **order)
-
-    @property
-    def _train_order(self) -> dict[str, Any]:
-        return {"seed": self.experiment.seed, "shuffle": self.experiment.data.shuffle}
 
     @cached_property
     def init(self) -> Callable[[jax.Array], Any]:
@@ -194,11 +146,6 @@ class Assembly:
         """The run's key, made from `seed`."""
         return jax.random.key(self.experiment.seed)
 
-    @property
-    def parameter_count(self) -> int:
-        """Number of the model's parameters."""
-        return sum(map(math.prod, self.parameter_shapes.values()))
-
     @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter by path, such as `layers/attention/query/kernel`."""
@@ -208,12 +155,129 @@ class Assembly:
         return {path_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
 
     @property
+    def parameter_count(self) -> int:
+        """Number of the model's parameters."""
+        return sum(map(math.prod, self.parameter_shapes.values()))
+
+    @property
     def trained_count(self) -> int:
         """Number of the parameters that are trained (`train.wrt`)."""
         wrt = self.experiment.train.wrt
         patterns = (wrt,) if isinstance(wrt, str) else wrt or ("*",)
         shapes = self.parameter_shapes.items()
         return sum(math.prod(shape) for path, shape in shapes if matches(path, patterns))
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of mesh, strategy and [rules] ("" is an unsharded dimension).
+
+        Raises ExperimentError for a rule that matches no parameter, or does not divide one.
+        """
+        rules = self.experiment.rules
+        specs = [(pattern, PartitionSpec(*(entry or None for entry in entries))) for pattern, entries in rules.items()]
+        shapes = {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in self.parameter_shapes.items()}
+        try:
+            plan = Plan(self.mesh, self.experiment.strategy, rules=tuple(specs))
+            plan.param_placements(shapes)
+        except ValueError as error:
+            raise ExperimentError(f"[rules]: {error}") from None
+        return replace(plan, offload=self.experiment.offload)
+
+    @cached_property
+    def tx(self) -> optax.GradientTransformation:
+        """The optimizer."""
+        return optimizer(self.experiment, self.parameter_shapes)
+
+    @cached_property
+    def learning_rate(self) -> optax.Schedule:
+        """The learning rate as a function of the number of completed optimizer steps."""
+        return learning_rate(self.experiment)
+
+    def state(self) -> TrainState:
+        """Make a fresh state, sharded by the plan."""
+        return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """The state's shapes, dtypes and shardings."""
+        return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """Return the state with its averaged parameters (`optimizer.ema_decay`), or unchanged if it has none."""
+        return state if self.experiment.optimizer.ema_decay is None else ema_params(state)
+
+    @cached_property
+    def step(self) -> Step:
+        """The training step: loss, gradients, update. Raises ValueError for a compiler option that XLA refuses."""
+        experiment = self.experiment
+        step = make_train_step(
+            loss_of(experiment),
+            self.plan,
+            clip_norm=experiment.optimizer.clip_norm,
+            wire=experiment.wire,
+            buckets=experiment.buckets,
+            **self.step_options,
+        )
+        _ = step.compiler_options  # refuse wrong options now, before the first batch
+        return step
+
+    @property
+    def step_options(self) -> dict[str, Any]:
+        """The options of all steps. jdp's own losses and models are tried in its tests, not in every run."""
+        experiment = self.experiment
+        return {
+            "check_loss": experiment.loss.make is not None or experiment.model.make is not None,
+            "accumulate": experiment.train.accumulate,
+            "precision": replace(Precision.of(experiment.precision), reduce=experiment.reduce),
+            "partitioning": experiment.partitioning,
+            "compiler": experiment.compiler,
+        }
+
+    @cached_property
+    def inspection(self) -> Inspection:
+        """Recomputes a step's gradient to find the parts that are not finite; compiled once."""
+        return Inspection(self.step)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The data, as batches on the devices of a training."""
+
+    experiment: Experiment
+    training: Training
+
+    @cached_property
+    def data(self) -> Any:
+        """The data set of [data], opened."""
+        return open_data(self.experiment)
+
+    @cached_property
+    def eval_sets(self) -> dict[str, Source]:
+        """The evaluation sets by the prefix of their metrics: "eval", "eval_NAME"."""
+        return open_eval_sets(self.experiment, self.data)
+
+    def train_batches(self, start: int) -> Iterable[NumpyBatch]:
+        """Return the training batches from step `start` on, all rows of each."""
+        return self._batches(self.data.train, start=start, **self._train_order)
+
+    def train_feed(self, start: int, samples: int) -> Feed:
+        """Return the training batches after `start` steps and `samples` samples, on the devices, read ahead."""
+        return self.feed(self.data.train, start=start, samples=samples, **self._train_order)
+
+    def feed(self, source: Source, *, most: int | None = None, **order: Any) -> Feed:
+        """Return at most `most` global batches of `source` on the devices, read ahead; `order` has keywords of
+        `global_batches` (seed, shuffle, start, samples, epochs)."""
+        rows = process_rows(self.training.plan, self.experiment.train.batch_size)
+        return shard_batches(itertools.islice(self._batches(source, rows=rows, **order), most), self.training.plan)
+
+    def _batches(self, source: Source, **order: Any) -> Iterable[NumpyBatch]:
+        # An image or a sample of data.make takes a millisecond, any other sample microseconds.
+        threads = min(16, len(os.sched_getaffinity(0))) if self.experiment.kind in ("images", "own") else 2
+        return global_batches(source, batch_size=self.experiment.train.batch_size, threads=threads, **order)
+
+    @property
+    def _train_order(self) -> dict[str, Any]:
+        return {"seed": self.experiment.seed, "shuffle": self.experiment.data.shuffle}
 
     @property
     def unit(self) -> str:
@@ -225,84 +289,20 @@ class Assembly:
         """Tokens, or examples, of a global batch."""
         return self.experiment.train.batch_size * (self.experiment.data.length if self.unit == "tokens" else 1)
 
-    def state(self) -> TrainState:
-        """Make a fresh state, sharded by the plan."""
-        return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
-
-    def abstract_state(self) -> TrainState:
-        """Return the state's shapes, dtypes and shardings; traced once."""
-        return self._state
-
     @cached_property
-    def _state(self) -> TrainState:
-        return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
-
-    def check_memory(self) -> None:
-        """Check, before data is read, that weights, a batch and the state can fit into memory. Raises ValueError."""
-        given, own = self.experiment, isinstance(self.config, ModelConfig)  # a user's model must be traced first
-        count = parameter_lower_bound(self.config) if own else 0
-        check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
-        check_batch(self.abstract_batch(), given.train.batch_size)
-        check_state(self.abstract_state(), self.mesh, given.strategy)
-
-    def averaged(self, state: TrainState) -> TrainState:
-        """Return the state with its averaged parameters (`optimizer.ema_decay`), or unchanged if it has none."""
-        return state if self.experiment.optimizer.ema_decay is None else ema_params(state)
-
     def abstract_batch(self) -> Batch:
-        """Return the shapes, dtypes and shardings of a global batch."""
-        rows, config = self.experiment.train.batch_size, self.config
-        if self.experiment.kind == "own":
-            shapes = {name: ((rows, *array.shape), array.dtype) for name, array in self.data.first.items()}
-        elif self.experiment.kind == "text":
-            names = ["tokens", "targets", *(["segments"] if self.experiment.data.packing == "documents" else [])]
-            length = (rows, self.experiment.data.length)
-            shapes = {**dict.fromkeys(names, (length, "int32")), "weights": (length, "float32")}
+        """The shapes, dtypes and shardings of a global batch."""
+        experiment, config, kind = self.experiment, self.training.config, self.experiment.kind
+        if kind == "own":
+            each: dict[str, Any] = {name: (array.shape, array.dtype) for name, array in self.data.first.items()}
+        elif kind == "text":
+            length = (experiment.data.length,)
+            names = ["tokens", "targets", *(["segments"] if experiment.data.packing == "documents" else [])]
+            each = {**dict.fromkeys(names, (length, "int32")), "weights": (length, "float32")}
         else:
-            is_image = self.experiment.kind == "images"
-            inputs = (config.image_size, config.image_size, config.channels) if is_image else (config.features_in,)
-            name = self.experiment.kind
-            shapes = {name: ((rows, *inputs), "float32"), "labels": ((rows,), "int32"), "weights": ((rows,), "float32")}
-        sharding = self.plan.batch_sharding
-        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, (shape, dtype) in shapes.items()}
-
-    @cached_property
-    def train_step(self) -> Step:
-        """The training step: loss, gradients, update. Raises ValueError for a compiler option that XLA refuses."""
-        step = make_train_step(
-            self.loss,
-            self.plan,
-            clip_norm=self.experiment.optimizer.clip_norm,
-            wire=self.experiment.wire,
-            buckets=self.experiment.buckets,
-            **self._step_options,
-        )
-        _ = step.compiler_options  # refuse wrong options now, before the first batch
-        return step
-
-    @cached_property
-    def inspection(self) -> Inspection:
-        """Recomputes a step's gradient to find the parts that are not finite; compiled once."""
-        return Inspection(self.train_step)
-
-    @cached_property
-    def seconds_at_peak(self) -> float | None:
-        """Seconds that a training step would take at the devices' peak; None if the peak is unknown."""
-        return seconds_at_peak(self.train_step, self.abstract_state(), self.abstract_batch())
-
-    @cached_property
-    def eval_step(self) -> Step:
-        """The evaluation step: means of the metrics over a batch, and their weight."""
-        return make_eval_step(self.eval_loss, self.plan, **self._step_options)
-
-    @property
-    def _step_options(self) -> dict[str, Any]:
-        """The options of both steps. jdp's own losses and models are tried in its tests, not in every run."""
-        experiment = self.experiment
-        return {
-            "check_loss": experiment.loss.make is not None or experiment.model.make is not None,
-            "accumulate": experiment.train.accumulate,
-            "precision": replace(Precision.of(experiment.precision), reduce=experiment.reduce),
-            "partitioning": experiment.partitioning,
-            "compiler": experiment.compiler,
-        }
+            image = kind == "images" and (config.image_size, config.image_size, config.channels)
+            shape = image or (config.features_in,)
+            each = {kind: (shape, "float32"), "labels": ((), "int32"), "weights": ((), "float32")}
+        rows, sharding = experiment.train.batch_size, self.training.plan.batch_sharding
+        shapes = ((name, (rows, *shape), dtype) for name, (shape, dtype) in each.items())
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, shape, dtype in shapes}

@@ -26,8 +26,8 @@ from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.made_data import made_data
 from jdp.experiment.schema.data import ARRAYS
-from jdp.experiment.schema.evaluate import BITS_PER_BYTE
 from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.train import BITS_PER_BYTE
 
 LEAST_AREA = 0.08
 """Smallest share of an image's area in a resized crop (arXiv:1409.4842)."""
@@ -89,11 +89,10 @@ def open_data(experiment: Experiment) -> Any:
     if experiment.kind == "own":
         return made_data(given)
     if not given.mixture:
-        return _augmented(_fitting(experiment, "data", _opened(experiment, given.source, given.field)), experiment)
+        return _augmented(_fitting(experiment, "data", _opened(experiment, given.source)), experiment)
     parts: list[tuple[Any, float]] = []
     for name, part in given.mixture.items():  # each opened alone, then mixed by weight
-        opened = _opened(experiment, part.source, given.field if part.field is None else part.field)
-        fitting = _fitting(experiment, f"data.mixture.{name}", opened)
+        fitting = _fitting(experiment, f"data.mixture.{name}", _opened(experiment, part.source, part.field))
         if parts:
             _check_same_classes(f"data.mixture.{name}", _classes(parts[0][0]), _classes(fitting))
         parts.append((_augmented(fitting, experiment), part.weight))
@@ -102,25 +101,28 @@ def open_data(experiment: Experiment) -> Any:
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
     """Open the evaluation sets."""
-    if BITS_PER_BYTE in experiment.train.eval_metrics and data.tokenizer.byte_counts() is None:
-        raise ExperimentError(
-            f'train.eval_metrics has "{BITS_PER_BYTE}", for which tokens must be pieces of the text (byte-level or '
-            f"SentencePiece); given {data.tokenizer.name}, which adds or drops text: remove the metric"
-        )
+    if BITS_PER_BYTE in experiment.train.eval_metrics:
+        tokenizer = getattr(data, "tokenizer", None)
+        if tokenizer is None or tokenizer.byte_counts() is None:
+            given = "token ids" if tokenizer is None else f"{tokenizer.name}, which adds or drops text"
+            raise ExperimentError(
+                f'train.eval_metrics has "{BITS_PER_BYTE}", for which tokens must be pieces of the text (byte-level or '
+                f"SentencePiece); given {given}: remove the metric"
+            )
     sets: dict[str, Source] = {"eval": data.heldout}
     if experiment.data.mixture:
         sets |= {f"eval_{name}": text.heldout for name, text in zip(experiment.data.mixture, data.parts, strict=True)}
     for name, table in experiment.eval.items():
-        field = experiment.data.field if table.field is None else table.field
-        opened = _fitting(experiment, f"eval.{name}", _opened(experiment, table.source, field, alone=True))
+        opened = _fitting(experiment, f"eval.{name}", _opened(experiment, table.source, table.field, alone=True))
         _check_same_classes(f"eval.{name}", _classes(data), _classes(opened))
         sets[f"eval_{name}"] = Concatenated((opened.train, opened.heldout))
     return sets
 
 
-def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bool = False) -> Any:
+def _opened(experiment: Experiment, source: Any, field: str | None = None, *, alone: bool = False) -> Any:
     """Open a data set of the model's kind. `alone`: an evaluation set, without a held-out set."""
     given, kind = experiment.data, experiment.kind
+    field = given.field if field is None else field
     words = [source] if isinstance(source, str) else list(source)
     is_arrays = all(word.endswith(ARRAYS) for word in words)
     if kind == "text" and (given.ids or not is_arrays):
@@ -142,28 +144,15 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
             f"images and arrays come from one source; given {len(words)}: {', '.join(words)}: name one, such as a "
             "folder that holds them all"
         )
-    path = words[0]
+    path, sides = words[0], dict[str, Any](heldout_fraction=given.heldout_fraction)
     if kind == "text":
-        return array_data(path, heldout_fraction=given.heldout_fraction, length=given.length)
-    heldout = None if alone else given.heldout
+        return array_data(path, length=given.length, **sides)
+    sides["heldout"] = None if alone else given.heldout
     if kind == "features" and is_arrays and not _holds_images(path, field):
-        return array_data(
-            path,
-            heldout_fraction=given.heldout_fraction,
-            heldout=heldout,
-            features=field or "features",
-            labels=given.label or "labels",
-        )
+        return array_data(path, features=field or "features", labels=given.label or "labels", **sides)
     config: Any = experiment.model.config
-    images = image_data(
-        path,
-        size=getattr(config, "image_size", given.size) or None,
-        channels=getattr(config, "channels", None),
-        heldout_fraction=given.heldout_fraction,
-        heldout=heldout,
-        image=field,
-        label=given.label,
-    )
+    size, channels = getattr(config, "image_size", None), getattr(config, "channels", None)
+    images = image_data(path, size=size, channels=channels, image=field, label=given.label, **sides)
     if kind == "images":
         return images
     return Sides(images, Flat(images.train), Flat(images.heldout), "each as a vector")

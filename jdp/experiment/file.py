@@ -6,6 +6,7 @@ number of devices are in `check_for_devices`. Nothing below the training loop se
 """
 
 import copy
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -13,22 +14,23 @@ from dataclasses import replace
 from importlib.util import find_spec
 from keyword import iskeyword
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
 from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
-from jdp.base.hub_source import HubSource
+from jdp.base.hub_source import BUILDERS, HubSource
 from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
 from jdp.base.user_path import PathError, check_regular, user_path
+from jdp.base.words import nearest
 from jdp.core.sharding.axes import BatchUnit, axis_sizes, batch_unit
-from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys
+from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys, tables
 from jdp.experiment.problems import problems
-from jdp.experiment.schema.experiment import NONE, Experiment, Model
-from jdp.experiment.schema.made import Made
-from jdp.experiment.schema.model import MadeModel, model_table, take_tokenizer
-from jdp.experiment.shipped import beside_clone, missing, shipped_file
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.fields import NONE
+from jdp.experiment.schema.make import Made
+from jdp.experiment.schema.model import MadeModel, Model, model_table, take_tokenizer
 from jdp.models.sizes import SIZES
 
 KeyPath = tuple[str, ...]
@@ -36,10 +38,10 @@ HUB = "hf:"
 MOST_BYTES = 2**20
 """Largest experiment file: a larger one was named by mistake, and a million wrong keys take a minute to report."""
 PATHS = (
-    *("data.source", "data.tokenizer", "data.heldout", "data.mixture.NAME.source"),
-    *("eval.NAME.source", "train.init_from", "model.name"),
+    *("data.source", "data.tokenizer", "data.heldout", "data.mixture.NAME.source", "eval.NAME.source"),
+    *("train.init_from", "model.name"),
 )
-"""The keys with paths, or words."""
+"""The keys with paths, or words; a model's name is a path after "hf:"."""
 UNSET = (NONE, "default")
 """Words in place of an empty table."""
 
@@ -71,10 +73,6 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
     _anchor_paths(table, Path.cwd() if by_name else file.parent)
     texts = {tuple(key.split(".")): text for key, text in (overrides or {}).items()}
     for key, text in texts.items():
-        nested = _value(text)
-        for part in reversed(key):
-            nested = {part: nested}
-        _check_limits(nested, "the command line")
         _put(table, key, _value(text), where=str(file))
     return _validated(table, texts, where=str(file), plugin=(overrides or {}).get("plugin"))
 
@@ -145,19 +143,16 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
 def describe() -> list[tuple[str, list[Key]]]:
     """Return all keys of an experiment file in groups with a heading, as in `jdp train --help-all`."""
     groups = [("top level", table_keys(Experiment))]
-    for path, table in Schemas(Experiment, {}).tables():
-        groups.append((" ".join((table.__doc__ or "").split()), _prefixed(".".join(path), table_keys(table))))
+    for path, table in tables(Experiment):
+        headed = [(" ".join((table.__doc__ or "").split()), table_keys(table))]
         if table is Model:
-            learns = [key for key in table_keys(MadeModel) if key.name == "learns"]
-            groups.append(("[model] with make", _prefixed("model", learns)))
+            headed.append(("[model] with make", [key for key in table_keys(MadeModel) if key.name == "learns"]))
             for kind in {type(size): None for size in SIZES.values()}:
                 sizes = ", ".join(name for name, size in SIZES.items() if isinstance(size, kind))
-                groups.append((f"[model] fields of {sizes}", _prefixed("model", config_keys(kind))))
+                headed.append((f"[model] fields of {sizes}", config_keys(kind)))
+        prefix = ".".join(path)
+        groups += [(title, [replace(key, name=f"{prefix}.{key.name}") for key in keys]) for title, keys in headed]
     return groups
-
-
-def _prefixed(table: str, keys: list[Key]) -> list[Key]:
-    return [replace(key, name=f"{table}.{key.name}") for key in keys]
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -195,8 +190,10 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
     """Make relative paths in the table start at `folder`."""
 
-    def anchored(path: Any, words: tuple[str, ...] = ()) -> Any:
-        if not isinstance(path, str) or path in ("", *words):
+    def anchored(path: Any) -> Any:
+        if isinstance(path, list):
+            return [anchored(each) for each in cast("list[Any]", path)]
+        if not isinstance(path, str) or path in ("", "bytes", "stdlib", "digits", NONE):
             return path
         if hub := HubSource.of(path):
             return hub.at(anchored) if hub.is_path else path
@@ -205,34 +202,28 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
         except PathError:  # the schema reports it, with its key
             return path
 
-    for *outer, last in (path.split(".") for path in PATHS):
-        holders: list[Any] = [table]
-        for name in outer:
-            holders = [each for one in holders for each in (one.values() if name == "NAME" else [one.get(name)])]
-            holders = [each for each in holders if isinstance(each, dict)]
-        for holder in holders:
-            value, words = holder.get(last), ("bytes", NONE) if last == "tokenizer" else ("stdlib", "digits", NONE)
-            if last == "name":  # of a model: hf: is a local folder, never a name on the hub
-                if isinstance(value, str) and value.startswith(HUB):
-                    holder[last] = HUB + anchored(value.removeprefix(HUB))
-            elif last in holder:
-                holder[last] = (
-                    [anchored(x, words) for x in value] if isinstance(value, list) else anchored(value, words)
-                )
+    def of_model(name: Any) -> Any:  # hf: is a local folder here, never a name on the hub
+        return HUB + anchored(name.removeprefix(HUB)) if str(name).startswith(HUB) else name
+
+    def anchor(holder: Any, first: str, *rest: str) -> None:
+        if isinstance(holder, dict):
+            for key in [*holder] if first == "NAME" else [first] if first in holder else []:
+                if rest:
+                    anchor(holder[key], *rest)
+                else:
+                    holder[key] = of_model(holder[key]) if key == "name" else anchored(holder[key])
+
+    for path in PATHS:
+        anchor(table, *path.split("."))
 
 
 def _value(text: str) -> Any:
     """Parse `text` as a TOML value or a number of Python's (.001, 1.); else return the text itself."""
-    digits = text
-    if re.fullmatch(r"[\d\s.,eE+\-\[\]]+", text):  # TOML needs a digit on both sides of a point
-        digits = re.sub(r"(?<=\d)\.(?!\d)", ".0", re.sub(r"(?<!\d)\.(?=\d)", "0.", text))
-    for each in (text, digits):
-        try:
-            table = tomllib.loads(f"value = {each}")
-        except (ValueError, RecursionError):
-            continue
+    try:
+        table = tomllib.loads(f"value = {text}")
         return table["value"] if len(table) == 1 else text
-    return text
+    except (ValueError, RecursionError):  # TOML needs a digit on both sides of a point
+        return float(text) if re.fullmatch(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", text) else text
 
 
 def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None:
@@ -244,6 +235,7 @@ def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None
     changed = value
     for part in reversed(key):
         changed = {part: changed}
+    _check_limits(changed, "the command line")
     _anchor_paths(changed, Path.cwd())
     *outer, last = key
     for depth, part in enumerate(outer, 1):
@@ -302,10 +294,8 @@ def _check_plugin(name: Any, *, where: str, allowed: Any) -> None:
         )
     top = name.partition(".")[0]
     if top.isidentifier() and not iskeyword(top) and find_spec(top) is None:  # else the schema reports it
-        raise ExperimentError(
-            f"{where}: --plugin names a package that Python finds; given {brief(name)}: install it (pip install -e "
-            "FOLDER), or name the folder that holds it in PYTHONPATH"
-        )
+        fix = "install it (pip install -e FOLDER), or name the folder that holds it in PYTHONPATH"
+        raise ExperimentError(f"{where}: --plugin names a package that Python finds; given {brief(name)}: {fix}")
 
 
 def _error(table: dict[str, Any], plugin: Any) -> ValidationError | None:
@@ -334,3 +324,60 @@ def mesh_sizes(mesh: Mapping[str, int], device_count: int) -> dict[str, int]:
         return axis_sizes(mesh, device_count)
     except ValueError as error:
         raise ExperimentError(f"[mesh]: {error}") from None
+
+
+# The experiments that jdp ships, by name. In a clone their files are `experiments/*.toml`; in a wheel they are in
+# `shipped_files/` beside this module.
+
+_INSTALLED = Path(__file__).parent / "shipped_files"
+_CLONED = Path(__file__).parents[2] / "experiments"
+
+
+def shipped() -> dict[str, Path]:
+    """Return name -> file of each experiment that jdp ships, sorted by name."""
+    folder = _INSTALLED if _INSTALLED.is_dir() else _CLONED
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def shipped_file(path: Path) -> Path | None:
+    """Return the file of a shipped experiment if `path` is its name and does not exist; else None."""
+    return None if os.path.lexists(path) else shipped().get(str(path))
+
+
+_UP = re.compile(rf"^(hf:(?:(?:{'|'.join(BUILDERS)}):)?)?\.\./")
+
+
+def beside_clone(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a shipped experiment's table with its relative paths, such as "../runs/quickstart", as "runs/quickstart".
+
+    They then start at the working directory, as they do in the clone's folder.
+    """
+    beside = dict(table)
+    for key, value in table.items():
+        if isinstance(value, dict):
+            beside[key] = beside_clone(cast("dict[str, Any]", value))
+        elif isinstance(value, str):
+            beside[key] = _UP.sub(r"\1", value)
+    return beside
+
+
+def copied(start: str, name: str) -> str:
+    """Return the text of a shipped experiment under another name, with paths that start at the working directory."""
+    text = shipped()[start].read_text(encoding="utf-8").replace(f"experiments/{start}.toml", f"{name}.toml")
+    text = re.sub(r'(?<=")[^"\n]*(?=")', lambda quoted: _UP.sub(r"\1", quoted[0]), text)
+    return re.sub(r'^name = ".*"$', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
+
+
+def missing(path: Path) -> str:
+    """Return the end of the message about a missing experiment: the nearest file, or the files in the folder."""
+    here = sorted(file.name for file in path.parent.glob("*.toml"))
+    names = shipped()
+    if path.suffix or path.parent != Path():  # not the name of a shipped experiment
+        near = nearest(path.name, here, f"; did you mean {path.parent}/", cutoff=0.4)
+        if not near and path.stem in names:
+            return f"; jdp ships one: write {path.stem}"
+        nearby = f"; near it: {', '.join(str(path.parent / name) for name in here[:5])}" if here else ""
+        return near or nearby or ("" if path.parent.is_dir() else f", nor a folder {path.parent}")
+    listed = f"jdp ships {', '.join(names) or 'none in this copy'}"
+    near = nearest(path.name, [*names, *here], cutoff=0.6)
+    return f"{near} {listed}" if near else f"; {listed}: write one of these names, or a TOML file's"

@@ -35,24 +35,20 @@ class Schemas:
         """Return the schema of the table at `path`; None without a table, or if its keys are free as in [mesh]."""
         if not path:
             return self.root
-        names, tables = tuple(map(str, path)), dict(self.tables())
+        names, known = tuple(map(str, path)), dict(tables(self.root))
         if len(names) == 1 and names[0] in self.chosen:
             return self.chosen[names[0]]
-        return tables.get(names) or tables.get((*names[:-1], "NAME"))
+        return known.get(names) or known.get((*names[:-1], "NAME"))
 
-    def tables(self) -> list[tuple[tuple[str, ...], type[BaseModel]]]:
-        """Return the tables below the root with their paths, in file order; [eval.NAME] is ("eval", "NAME")."""
-        return list(self._below((), self.root))
 
-    def _below(
-        self, path: tuple[str, ...], table: type[BaseModel]
-    ) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
-        for name, field in table.model_fields.items():
-            inner, named = table_class(field), named_table(field)
-            below = ((*path, name), inner) if inner else ((*path, name, "NAME"), named) if named else None
-            if below:
-                yield below
-                yield from self._below(*below)
+def tables(root: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+    """Yield the tables below `root` with their paths, in file order; [eval.NAME] is ("eval", "NAME")."""
+    for name, field in root.model_fields.items():
+        inner, named = table_class(field), named_table(field)
+        if below := inner or named:
+            where = (*path, name) if inner else (*path, name, "NAME")
+            yield where, below
+            yield from tables(below, where)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,38 @@
-"""The losses of jdp's models: sums over examples, with the weights to divide by.
+"""The losses of an experiment: the user's, or jdp's sums over examples, with the weights to divide by.
 
 An evaluation may also measure top-k accuracies, `tops`: name -> k.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdp.core.types import Batch, Loss
+from jdp.core.types import Batch, Loss, LossFn
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.make import function_of
+from jdp.experiment.schema.train import tops
 from jdp.models import classification_loss
 from jdp.models.losses import next_token_scores, ranks
+
+
+def loss_of(experiment: Experiment) -> LossFn:
+    """Return the loss function of [loss], or the usual loss for the kind of model."""
+    if (table := experiment.loss).make is not None:
+        return functools.partial(function_of(table.make), **table.keywords)
+    return {"text": text_loss, "images": image_loss, "features": features_loss}[experiment.kind]
+
+
+def eval_loss_of(experiment: Experiment) -> LossFn:
+    """Return the loss function of the evaluations."""
+    if not (ranked := tops(experiment.train.eval_metrics)):
+        return loss_of(experiment)
+    losses = {"text": text_scores, "images": image_loss, "features": features_loss}
+    return functools.partial(losses[experiment.kind], tops=ranked)
 
 
 def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:

@@ -105,11 +105,10 @@ class MadeData:
         """Return both sides and the fingerprint."""
         if isinstance(self.given, tuple):
             train, heldout = (_samples(self.name, side) for side in self.given)
-            looked_at = [_score(side[index]) for side in (train, heldout) for index in _spread(len(side))]
-            described = f"{self.described} {len(train)} {len(heldout)}"
-            return train, heldout, fingerprint(described, [np.asarray(looked_at)])
-        every = _samples(self.name, self.given)
-        scores = np.asarray([_score(every[index]) for index in range(len(every))])
+            scores = [*_scores(train, _LOOKED_AT), *_scores(heldout, _LOOKED_AT)]
+            return train, heldout, fingerprint(f"{self.described} {len(train)} {len(heldout)}", [np.asarray(scores)])
+        samples = _samples(self.name, self.given)
+        scores = np.asarray(_scores(samples, len(samples)))
         rows = split_samples(scores, self.heldout_fraction, self.name)
         train, heldout = (_samples(self.name, self.given, side) for side in rows)
         return train, heldout, fingerprint(f"{self.described} {self.heldout_fraction}", [scores])
@@ -164,14 +163,14 @@ def _samples(name: str, source: Any, rows: NDArray[np.int64] | None = None) -> M
     return (_Ordered if ordered else _InEpochs if in_epochs else MadeSamples)(name, source, rows)
 
 
-def _spread(count: int) -> list[int]:
-    return sorted({int(index) for index in np.linspace(0, count - 1, min(count, _LOOKED_AT))})
-
-
-def _score(sample: NumpyBatch) -> float:
-    """Return the `content_score` of a sample without labels, targets and weights."""
-    seen = [key for key in sorted(sample) if key not in NOT_CONTENT] or sorted(sample)
-    return content_score(b"".join(np.ascontiguousarray(sample[key]).tobytes() for key in seen))
+def _scores(samples: MadeSamples, most: int) -> list[float]:
+    """Return the `content_score` of samples without labels, targets and weights: of `most` of them, spread evenly."""
+    scores, count = list[float](), len(samples)
+    for index in np.unique(np.rint(np.linspace(0, count - 1, min(count, most))).astype(np.int64)):
+        sample = samples[int(index)]
+        seen = [key for key in sorted(sample) if key not in NOT_CONTENT] or sorted(sample)
+        scores.append(content_score(b"".join(np.ascontiguousarray(sample[key]).tobytes() for key in seen)))
+    return scores
 
 
 def _dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

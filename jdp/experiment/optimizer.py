@@ -17,9 +17,9 @@ from jdp.base.tree_paths import path_of
 from jdp.core.update.ema import with_ema
 from jdp.core.update.schedules import warmup
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.matrices import VECTORS
-from jdp.experiment.muon import muon
-from jdp.experiment.schema.experiment import USED_BY, Experiment
+from jdp.experiment.muon import VECTORS, muon
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.optimizer import USED_BY
 from jdp.models import GPTConfig, ViTConfig
 
 
@@ -74,9 +74,8 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
     match chosen.name:
         case "adamw" | "adam" | "lion" | "adagrad":
             settings = {key: getattr(chosen, key) for key in USED_BY[chosen.name]}
-            return getattr(optax, chosen.name)(
-                rate, **settings, **({"mask": decay_mask} if "weight_decay" in settings else {})
-            )
+            settings |= {"mask": decay_mask} if "weight_decay" in settings else {}
+            return getattr(optax, chosen.name)(rate, **settings)
         case "sgd":
             step = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
             return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))

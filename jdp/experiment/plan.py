@@ -1,7 +1,8 @@
-"""An experiment's step on a target's devices, in every requested variant, for foresight to compile.
+"""An experiment's step for foresight to compile, in every requested variant, and for `jdp prove` to run.
 
-An assembly on the target's devices makes the step and its abstract operands; `jdp plan` and `jdp verify` then call the
-same functions as `jdp.foresee` and `jdp.verify`.
+An assembly on a target's devices makes the step and its abstract operands; `jdp plan` and `jdp verify` then call the
+same functions as `jdp.foresee` and `jdp.verify`. `jdp prove` has the same model, data order, optimizer and dtypes as
+`jdp train`; only the strategy, the microbatches and the devices differ between its runs.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
+
 from jdp.base.machine import memory_bytes
 from jdp.checkpoint.format.content import stored_form
 from jdp.checkpoint.format.trees import Content
 from jdp.checkpoint.memory.layout import layout
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import check_for_devices
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.forecast import PlanReport
 from jdp.foresight.foresee import candidates
 from jdp.foresight.memory import HostMemory
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target
+from jdp.prove.equivalence import OnProgress, prove
+from jdp.prove.proof import Proof
 
 
 def candidates_of(
@@ -33,9 +39,9 @@ def candidates_of(
     """Return the experiment's step under each strategy and number of microbatches, on the target's devices."""
     assembly = Assembly.on_devices(experiment, list(target.devices))
     return candidates(
-        assembly.train_step,
-        assembly.abstract_state(),
-        assembly.abstract_batch(),
+        assembly.training.step,
+        assembly.training.abstract_state,
+        assembly.inputs.abstract_batch,
         target,
         strategies=strategies,
         accumulate=accumulate,
@@ -76,3 +82,34 @@ def with_hosts(
         for one, each in zip(tried, report.estimates, strict=True)
     )
     return replace(report, estimates=estimates)
+
+
+def prove_experiment(
+    experiment: Experiment,
+    *,
+    steps: int = 10,
+    devices: int | None = None,
+    quick: bool = False,
+    only: str | Sequence[str] = (),
+    progress: OnProgress | None = None,
+) -> Proof:
+    """Prove that an experiment learns the same on one device and on many, whatever is sharded.
+
+    The learning rate follows the schedule of the whole run. The runs start from random weights, even with
+    `train.init_from`. `devices` is the number of this machine's devices to use; None: all.
+    """
+    assembly = Assembly.on_devices(experiment, jax.devices()[:devices])
+    check_for_devices(experiment, assembly.mesh.size)
+    return prove(
+        assembly.training.init,
+        assembly.training.tx,
+        assembly.training.step,
+        lambda index: next(iter(assembly.inputs.train_batches(index))),
+        steps=steps,
+        wrt=experiment.train.wrt,
+        rng=assembly.training.rng,
+        accumulate=(2, experiment.train.accumulate),
+        quick=quick,
+        only=only,
+        progress=progress,
+    )

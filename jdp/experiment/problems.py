@@ -4,7 +4,7 @@
 `ALIKE` problems of a kind in one place, and `MOST` in all.
 """
 
-import tomllib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +31,8 @@ _KINDS = {
     "dict_type": "a table",
     "model_type": "a table",
 }
-_PLAIN = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
-"""Kinds of value written without quotes, and their Python types."""
+_PLAIN = {"int_type": r"[+-]?\d+", "float_type": r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?", "bool_type": "true|false"}
+"""Kinds of value written without quotes, and their texts in TOML."""
 _LIMITS = {
     "greater_than": ("gt", "must be more than {}"),
     "greater_than_equal": ("ge", "must be {} or more"),
@@ -113,7 +113,7 @@ def _fix(kind: str, key: str, value: Any) -> str:
     """Return the text of a fix if the given value suggests one; else ""."""
     if isinstance(value, str):
         plain = value.lower() if kind == "bool_type" else value
-        unquoted = kind in _PLAIN and len(value) <= LONGEST and _is(kind, plain)
+        unquoted = len(value) <= LONGEST and re.fullmatch(_PLAIN.get(kind, r"(?!)"), plain)
         return ", which is text" + (f": write {key} = {plain}, without quotes" if unquoted else "")
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f": write {key} = {int(value)}"
@@ -124,15 +124,6 @@ def _fix(kind: str, key: str, value: Any) -> str:
     if kind == "model_type":
         return f": write [{key}], and its keys below it"
     return ""
-
-
-def _is(kind: str, text: str) -> bool:
-    """Return True if `text`, without quotes, is a value of this kind."""
-    try:
-        table = tomllib.loads(f"x = {text}")
-    except (ValueError, RecursionError):
-        return False
-    return len(table) == 1 and type(table["x"]) in _PLAIN[kind]
 
 
 def _dotted(path: Path) -> str:

@@ -3,7 +3,9 @@
 1. `after` reads the metrics of an earlier step, because reading waits for the step. The first skipped step of a row is
    inspected, and its batch is written to the run's folder. Too many skipped steps in a row end the run.
 2. Replicas are compared every `guard.check_replicas_every` steps and before each save, so no checkpoint holds copies
-   that differ. If a device's bits differ from the others', the run ends (`wrong_devices`).
+   that differ. If a device's bits differ from the others', the run ends, and names its host. The fault may be older
+   than the step after which it was detected. Since then its gradients were summed with all others', so overwriting the
+   copy does not give the right state. A run that restarts without that host gets the same bits as without the fault.
 3. Process 0 reports the host for which the others wait.
 
 Every process decides from values that all have, so all take the same decision at the same step.
@@ -12,24 +14,27 @@ Every process decides from values that all have, so all take the same decision a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from jdp.core.cluster.barrier import from_every_process
 from jdp.core.cluster.initialize import is_lost_peer
 from jdp.core.state import TrainState
-from jdp.core.types import Batch
+from jdp.core.types import Batch, Device
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
+from jdp.guard.flight_recorder import Flight
 from jdp.guard.nonfinite import save_batch
-from jdp.guard.replicas import Fingerprints, fingerprints
+from jdp.guard.replicas import CorruptState, Difference, Fingerprints, fingerprints, in_words
 from jdp.guard.stragglers import HostTimes
 from jdp.guard.watch import Watch
 from jdp.run.progress import Progress
-from jdp.run.wrong_devices import check_devices
 
 AHEAD = 2
 """Steps that may be queued on the devices before the loop waits."""
@@ -39,6 +44,10 @@ INSPECTED = 3
 """Largest number of skipped steps per visit to inspect, and of batches to keep."""
 COMPARED_EVERY = 20
 """Steps between comparisons of the hosts' lateness."""
+MOST_SKIPPED = 10
+"""Skipped steps in a row after which a run ends."""
+_SCHEDULER_NAMES = ("SLURMD_NODENAME", "JDP_NODE_NAME")
+"""Variables with the scheduler's name for this host; experiments/cluster/jobset.yaml sets the second."""
 
 
 class Diverged(ExperimentError):
@@ -59,12 +68,10 @@ class Health:
 
     def __init__(self, assembly: Assembly, progress: Progress, watch: Watch, say: Callable[[str], None]) -> None:
         self._assembly, self._progress, self._watch, self._say = assembly, progress, watch, say
-        self._guard, self._limit = assembly.experiment.guard, assembly.experiment.train.max_skips_in_a_row
         self._inspected = 0
         self._hosts = HostTimes(COMPARED_EVERY)
         self._queued: list[Queued] = []
         self._compared: list[tuple[int, Fingerprints]] = []
-        self._read = progress.resumed_from
         self._values: Any = None
 
     def before(self) -> None:
@@ -78,17 +85,11 @@ class Health:
         self._queued.append(Queued(step, kept, batch if self._inspected < INSPECTED else None))
 
     def after(self, state: TrainState, step: int) -> None:
-        """Read the metrics of the step queued `AHEAD` steps ago, and compare replicas if due."""
-        if len(self._queued) > AHEAD:
-            self._check(self._queued.pop(0), state)
-        every = self._guard.check_replicas_every
+        """Read the metrics of the step `AHEAD` steps ago, and compare replicas if due."""
+        every = self._assembly.experiment.guard.check_replicas_every
         if every and step % every == 0:
-            with self._watch.during("comparing replicas"):  # the first one compiles
-                if (taken := fingerprints(state)) is not None:
-                    self._compared.append((step, taken))
-        while self._compared and self._compared[0][0] <= step - AHEAD:
-            compared, taken = self._compared.pop(0)
-            check_devices(taken.differences(), compared, self._watch.flight)
+            self._compare(state, step)
+        self._check_until(step - AHEAD, state)
         if line := self._hosts.after(step):
             self._watch.flight.event("late", step=step, words=f"{line[:1].upper()}{line[1:]}.")
             self._say(line)
@@ -111,35 +112,41 @@ class Health:
         No run, however short, may end with two skipped steps in a row, or with all steps after the first skipped: the
         first update may have broken the weights.
         """
-        last: Queued | None = None
-        while self._queued:
-            last = self._queued.pop(0)
-            self._check(last, state)
         progress = self._progress
-        while self._compared:
-            compared, taken = self._compared.pop(0)
-            check_devices(taken.differences(), compared, self._watch.flight)
-        if self._guard.check_replicas_every:
-            with self._watch.during("comparing replicas"):
-                taken = fingerprints(state)
-                differences = [] if taken is None else taken.differences()
-            check_devices(differences, progress.done, self._watch.flight)
-        progress.skipped = progress.skips_seen
-        streak, skipped = progress.skips_in_a_row, progress.skips_seen
+        if self._assembly.experiment.guard.check_replicas_every:
+            self._compare(state, progress.done)
+        last = self._check_until(progress.done, state)
+        progress.skipped = skipped = progress.skips_seen
+        streak = progress.skips_in_a_row
         if ended and last and streak and (streak > 1 or skipped >= progress.done - 1):
             raise Diverged(_why_skipped(streak, last.values, from_the_first=skipped == progress.done, last=True))
+
+    def _compare(self, state: TrainState, step: int) -> None:
+        with self._watch.during("comparing replicas"):  # the first one compiles
+            if (taken := fingerprints(state)) is not None:
+                self._compared.append((step, taken))
+
+    def _check_until(self, step: int, state: TrainState) -> Queued | None:
+        """Check the metrics and the replicas of the steps until `step`; return the last of them."""
+        last: Queued | None = None
+        while self._queued and self._queued[0].step <= step:
+            last = self._queued.pop(0)
+            self._check(last, state)
+        while self._compared and self._compared[0][0] <= step:
+            compared, taken = self._compared.pop(0)
+            check_devices(taken.differences(), compared, self._watch.flight)
+        return last
 
     def _check(self, queued: Queued, state: TrainState) -> None:
         """Read the metrics of a step. Raises Diverged after too many skipped steps in a row."""
         progress, values = self._progress, queued.values
-        self._read += 1
         skipped = int(values["skipped"])
         was_skipped, progress.skips_seen = skipped > progress.skips_seen, skipped
         progress.skips_in_a_row = progress.skips_in_a_row + 1 if was_skipped else 0
         if progress.skips_in_a_row == 1:
             self._report(queued, state)
-        if progress.skips_in_a_row >= self._limit:
-            raise Diverged(_why_skipped(progress.skips_in_a_row, values, from_the_first=skipped == self._read))
+        if progress.skips_in_a_row >= MOST_SKIPPED:
+            raise Diverged(_why_skipped(progress.skips_in_a_row, values, from_the_first=skipped == queued.step))
 
     def _report(self, queued: Queued, state: TrainState) -> None:
         """Report the first skipped step of a row, keep its batch, and find the bad part of its gradient."""
@@ -160,7 +167,7 @@ class Health:
         """Return the findings of an inspection, or why it failed: it needs as much memory as a step."""
         try:
             with self._watch.during("inspecting a bad step"):
-                return self._assembly.inspection.of(state, batch, step).sentences
+                return self._assembly.training.inspection.of(state, batch, step).sentences
         except jax.errors.JaxRuntimeError as error:
             if is_lost_peer(error):
                 raise
@@ -169,7 +176,7 @@ class Health:
 
 def _why_skipped(steps: int, values: Any, *, from_the_first: bool, last: bool = False) -> str:
     """Return the error of `steps` skipped steps in a row: the `last` of a run, or as many as the limit allows."""
-    which = "and the run ended with them" if last else "train.max_skips_in_a_row"
+    which = "and the run ended with them" if last else f"a run ends after {MOST_SKIPPED}"
     names = ("loss", "weight", "grad_norm")
     loss, weight, norm = (float(value) for value in jax.device_get([values[name] for name in names]))
     if weight == 0:
@@ -188,3 +195,45 @@ def _why_skipped(steps: int, values: Any, *, from_the_first: bool, last: bool = 
             "weights were changed"
         )
     return f"{problem}: lower optimizer.lr, set optimizer.clip_norm, or look at the data; checkpoints stay as they are"
+
+
+class WrongDevice(CorruptState):
+    """A device's bits differ from those of its replicas: a restart alone does not help."""
+
+    exit_code = 78
+
+
+def check_devices(differences: Sequence[Difference], step: int, flight: Flight) -> None:
+    """End the run if copies of the state after a step differ. All processes call it with the same differences.
+
+    Raises:
+        WrongDevice: names devices, hosts and leaves, and how to leave the host out.
+    """
+    if not differences:
+        return
+    host = next(filter(None, map(os.environ.get, _SCHEDULER_NAMES)), socket.gethostname())
+    hosts = from_every_process("the host of a device that differs", host)
+    devices = tuple(dict.fromkeys(device for each in differences for device in each.devices))
+    where = dict.fromkeys(hosts[device.process_index] for device in devices)
+    why = f"after step {step} {in_words(differences)}, on host {', '.join(where)}"
+    flight.event("corrupt", step=step, words=f"{why[:1].upper()}{why[1:]}.")
+    if differences[0].agreeing:
+        advice = leave_out(devices[0], hosts)
+    else:
+        advice = "No majority shows which device is wrong: test both (`jdp doctor`), and leave out the faulty host"
+    raise WrongDevice(
+        f"All copies of the state must be equal bit for bit; given {why}. Nothing of it was saved. {advice}. Then run "
+        "again: it resumes from the previous checkpoint.",
+        differences,
+    )
+
+
+def leave_out(device: Device, hosts: Sequence[str]) -> str:
+    """Return how to run without a device's host; `hosts` has each process' host."""
+    host = hosts[device.process_index]
+    if len(set(hosts)) > 1:
+        ways = f"Slurm: sbatch --exclude={host} JOB.sh; Kubernetes: kubectl cordon {host}; else start without it"
+        return f"Leave host {host} out ({ways})"
+    there = [each.id for each in jax.devices(device.platform) if hosts[each.process_index] == host]
+    number = there.index(device.id)
+    return f"It is device {number} of the only host, {host}: run on another, or without it (CUDA_VISIBLE_DEVICES)"

@@ -11,111 +11,105 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
+from jdp.core.make_step import make_eval_step
 from jdp.core.state import TrainState
+from jdp.core.step import Step
 from jdp.data import Source, batch_count
 from jdp.data.order import sample_index
-from jdp.data.text.tokenizers import Tokenizer
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.schema.evaluate import BITS_PER_BYTE, PERPLEXITY
+from jdp.experiment.losses import eval_loss_of
 from jdp.experiment.schema.fields import ALL
+from jdp.experiment.schema.train import BITS_PER_BYTE, PERPLEXITY
 from jdp.run.outputs.metrics import numbers
 
 Row = dict[str, float]
 
 
-def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] = lambda: True) -> Row | None:
-    """Evaluate every data set, with the averaged parameters if the run has them (`optimizer.ema_decay`).
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluates every data set of a run."""
 
-    Return None if the run stops meanwhile.
-    """
-    state = assembly.averaged(state)
-    row: Row = {}
-    for name, source in assembly.eval_sets.items():
-        means = _means(assembly, state, source, goes_on)
-        if means is None:
-            return None
-        row |= {f"{name}_{metric}": value for metric, value in means.items()}
-    if missing := [metric for metric in assembly.experiment.eval_metrics if metric not in row]:
-        raise ExperimentError(
-            f"{assembly.experiment.loss.chosen} must give the metrics of loss.metrics; given {', '.join(row)}, without "
-            f"{missing[0]}: add it to jdp.Loss, or take it from the list"
-        )
-    return row
+    assembly: Assembly
 
+    @cached_property
+    def step(self) -> Step:
+        """The evaluation step: means of the metrics over a batch, and their weight."""
+        training = self.assembly.training
+        return make_eval_step(eval_loss_of(self.assembly.experiment), training.plan, **training.step_options)
 
-def coverage(assembly: Assembly) -> str | None:
-    """Describe the evaluations that read only a part of their data; None if all read everything."""
-    most, size = assembly.experiment.train.eval_batches, assembly.experiment.train.batch_size
-    counts = {name: batch_count(source, batch_size=size) for name, source in assembly.eval_sets.items()}
-    partial = [f"{name} {most} of {count} batches" for name, count in counts.items() if most != ALL and count > most]
-    return f'evaluations read {", ".join(partial)} (train.eval_batches = "{ALL}" reads all)' if partial else None
-
-
-def _means(assembly: Assembly, state: TrainState, source: Source, goes_on: Callable[[], bool]) -> Row | None:
-    """Return Σ mean · weight / Σ weight of each metric over the batches of one data set; None if the run stops."""
-    totals: Row = {}
-    weight = 0.0
-    most = assembly.experiment.train.eval_batches
-    limit = None if isinstance(most, str) else most
-    with assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit) as batches:
-        for batch in batches:
-            values = numbers(assembly.eval_step(state, batch))
-            share = values.pop("weight")
-            weight += share
-            if share:
-                totals = {name: totals.get(name, 0.0) + value * share for name, value in values.items()}
-            if not goes_on():
+    def of(self, state: TrainState, goes_on: Callable[[], bool] = lambda: True) -> Row | None:
+        """Return the metrics of all data sets, by the averaged parameters if the run has them
+        (`optimizer.ema_decay`); None if the run stops meanwhile."""
+        state, experiment = self.assembly.training.averaged(state), self.assembly.experiment
+        row: Row = {}
+        for name, source in self.assembly.inputs.eval_sets.items():
+            means = self._means(name, state, source, goes_on)
+            if means is None:
                 return None
-    means = {name: totals[name] / weight for name in sorted(totals, key=lambda name: (name != "loss", name))}
-    return means | _of_text(assembly, source, means["loss"], weight) if assembly.experiment.in_bits else means
+            row |= {f"{name}_{metric}": value for metric, value in means.items()}
+        if missing := [metric for metric in experiment.eval_metrics if metric not in row]:
+            raise ExperimentError(
+                f"{experiment.loss.chosen} must give the metrics of loss.metrics; given {', '.join(row)}, without "
+                f"{missing[0]}: add it to jdp.Loss, or take it from the list"
+            )
+        return row
 
+    @property
+    def coverage(self) -> str | None:
+        """The evaluations that read only a part of their data; None if all read everything."""
+        most, size = self.assembly.experiment.train.eval_batches, self.assembly.experiment.train.batch_size
+        sets = self.assembly.inputs.eval_sets.items()
+        counts = {name: batch_count(source, batch_size=size) for name, source in sets}
+        partial = [f"{name} {most} of {n} batches" for name, n in counts.items() if most != ALL and n > most]
+        return f'evaluations read {", ".join(partial)} (train.eval_batches = "{ALL}" reads all)' if partial else None
 
-def _of_text(assembly: Assembly, source: Source, loss: float, tokens: float) -> Row:
-    """Return a text's loss in other units."""
-    row, asked = {"bits_per_token": loss / math.log(2)}, assembly.experiment.train.eval_metrics
-    if PERPLEXITY in asked:
-        row[PERPLEXITY] = float(np.exp(np.float64(loss)))
-    if BITS_PER_BYTE in asked:
-        count = _bytes_evaluated(assembly, source)
-        row[BITS_PER_BYTE] = row["bits_per_token"] * tokens / count if count else math.nan
-    return row
+    def _means(self, name: str, state: TrainState, source: Source, goes_on: Callable[[], bool]) -> Row | None:
+        """Return Σ mean · weight / Σ weight of each metric over the batches of one data set; None if the run stops."""
+        totals: Row = {}
+        weight = 0.0
+        most = self.assembly.experiment.train.eval_batches
+        limit = None if isinstance(most, str) else most
+        with self.assembly.inputs.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit) as batches:
+            for batch in batches:
+                values = numbers(self.step(state, batch))
+                share = values.pop("weight")
+                weight += share
+                if share:
+                    totals = {metric: totals.get(metric, 0.0) + value * share for metric, value in values.items()}
+                if not goes_on():
+                    return None
+        means = {metric: totals[metric] / weight for metric in sorted(totals, key=lambda each: (each != "loss", each))}
+        if self.assembly.experiment.in_bits:
+            asked, bits = self.assembly.experiment.train.eval_metrics, means["loss"] / math.log(2)
+            means["bits_per_token"] = bits
+            if PERPLEXITY in asked:
+                means[PERPLEXITY] = float(np.exp(np.float64(means["loss"])))
+            if BITS_PER_BYTE in asked:
+                count = self._text_bytes[name]
+                means[BITS_PER_BYTE] = bits * weight / count if count else math.nan
+        return means
 
-
-def _bytes_evaluated(assembly: Assembly, source: Source) -> int:
-    """Return the bytes of text that an evaluation reads, each sample counted once."""
-    most, samples = assembly.experiment.train.eval_batches, len(source)
-    if isinstance(most, str):
-        indices = range(samples)
-    else:  # in the order in which the evaluation draws them
-        drawn = min(samples, most * assembly.experiment.train.batch_size)
-        indices = [sample_index(0, samples, position) for position in range(drawn)]
-    counted = _COUNTED.setdefault(source, {})
-    if len(indices) not in counted:
-        counted[len(indices)] = _text_bytes(source, indices, assembly.data.tokenizer)
-    return counted[len(indices)]
-
-
-def _text_bytes(source: Source, indices: Iterable[int], tokenizer: Tokenizer) -> int:
-    """Return the bytes of text behind the targets of these samples that have a weight."""
-    sizes = tokenizer.byte_counts()
-    assert sizes is not None
-    total = 0
-    for index in indices:
-        sample = source[index]
-        total += int(sizes[sample["targets"][sample["weights"] > 0]].sum())
-    return total
-
-
-_COUNTED: weakref.WeakKeyDictionary[Source, dict[int, int]] = weakref.WeakKeyDictionary()
-"""Bytes of a source's first samples, by their number."""
+    @cached_property
+    def _text_bytes(self) -> dict[str, int]:
+        """For each data set, the bytes of text behind the weighted targets that are read, each sample counted once."""
+        train, inputs = self.assembly.experiment.train, self.assembly.inputs
+        sizes, counts = inputs.data.tokenizer.byte_counts(), dict[str, int]()
+        for name, source in inputs.eval_sets.items():
+            samples = read = len(source)
+            if not isinstance(train.eval_batches, str):
+                read = min(samples, train.eval_batches * train.batch_size)
+            all_read = read == samples
+            drawn = (source[i if all_read else sample_index(0, samples, i)] for i in range(read))
+            counts[name] = sum(int(sizes[sample["targets"][sample["weights"] > 0]].sum()) for sample in drawn)
+        return counts
 
 
 @dataclass

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -28,16 +28,13 @@ from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.deadline import Deadline
 from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
-from jdp.run.export import check_free
-from jdp.run.folder import CHECKPOINTS, Claim, changed, claimed, passing_trouble, writing
-from jdp.run.outputs import trackers
+from jdp.run.folder import CHECKPOINTS, Claim, changed, claimed, disk_trouble
+from jdp.run.outputs.metrics import check_installed
 from jdp.run.outputs.terminal import Display
 from jdp.run.progress import Progress, check_record
 from jdp.run.signals import StopRequest
 from jdp.run.visit import Visit
-
-if TYPE_CHECKING:
-    from jdp.run.initial_weights import InitialWeights
+from jdp.run.weights import InitialWeights, check_export
 
 
 def run(
@@ -49,27 +46,19 @@ def run(
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train, or resume, an experiment in `root`/NAME, and return its summary, the content of summary.json."""
-    trackers.check_installed(experiment.train.wandb)
+    check_installed(experiment.train.wandb)
     with StopRequest() as stop:  # from now on no signal is lost; before the first step it exits at once
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
-        _ = assembly.eval_sets  # report errors of the data before anything is written
-        weights = None
-        if experiment.train.init_from is not None:
-            from jdp.run.initial_weights import InitialWeights  # late, like all readers of other models' files
-
-            weights = InitialWeights.of(experiment.train)
+        _ = assembly.inputs.eval_sets  # report errors of the data before anything is written
+        weights = InitialWeights.of(experiment.train)
         folder = root / experiment.name
         has_checkpoints = any((folder / CHECKPOINTS).glob(f"*/{COMMITTED}"))
         if weights is not None and not has_checkpoints:  # later the files may have been moved
-            weights.check(assembly.config)
-        with (
-            passing_trouble(lambda: stop.began),
-            claimed(folder, assembly.toml) as claim,
-            writing(folder),
-        ):
+            weights.check(assembly.training.config)
+        with disk_trouble(folder, lambda: stop.began), claimed(folder, assembly.toml) as claim:
             if experiment.train.export is not None:
-                check_free(folder)
+                check_export(folder, assembly.training.config)
             for line in settings:
                 notice(line)
             return _visit(assembly, weights, stop, claim, quiet=quiet, profile=profile)
@@ -86,10 +75,8 @@ def _visit(
 ) -> dict[str, Any]:
     """Train in a claimed folder until the end or a stop, and return the summary. Raises as `run` does."""
     experiment, progress, folder = assembly.experiment, Progress(), claim.folder
-    guard, train = experiment.guard, experiment.train
-    kept: dict[str, Any] = {"keep": train.keep_checkpoints, "keep_in_memory": guard.keep_in_memory}
-    if train.keep_best:
-        kept |= {"best": train.best_metric, "mode": Best(train.best_metric).mode}
+    guard, train, best = experiment.guard, experiment.train, Best(experiment.train.best_metric)
+    kept: dict[str, Any] = {"keep": train.keep_checkpoints, "keep_in_memory": guard.keep_in_memory, "mode": best.mode}
     limits = Deadline(guard.deadline_seconds, guard.first_deadline_seconds)
 
     def at_end() -> dict[str, Any]:
@@ -98,7 +85,9 @@ def _visit(
 
     with watching(folder, limits, at_end) as watch:
         stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
-        with Checkpoints(folder / CHECKPOINTS, mirror=train.mirror, **kept) as saved:
+        with Checkpoints(
+            folder / CHECKPOINTS, mirror=train.mirror, best=best.metric if train.keep_best else None, **kept
+        ) as saved:
             with watch.during("restore"):
                 start = resumed(assembly, saved) or fresh(assembly, weights)
             progress = start.progress
@@ -115,7 +104,7 @@ def _visit(
             with visit.recorded(profile):
                 state = _steps(visit, start.state)
                 if stop.signal:
-                    raise visit.stopped(f"after step {progress.done}, saved")
+                    raise visit.stopped(stop.signal)
             return visit.finish(state)
 
 
@@ -136,11 +125,12 @@ class Start:
 
 def fresh(assembly: Assembly, weights: InitialWeights | None) -> Start:
     """Make a run's initial state, with any initial weights."""
-    state, weights_read = assembly.state(), None
+    training, weights_read = assembly.training, None
+    state = training.state()
     if weights is not None:
-        state, weights_read = weights.load(state, assembly.config, assembly.plan)
-    record = {"fingerprint": assembly.data.fingerprint}
-    return Start(state, Progress.of(assembly.experiment.train, assembly.toml, record), weights_read)
+        state, weights_read = weights.load(state, training.config, training.plan)
+    progress = Progress.of(assembly.experiment.train, {"fingerprint": assembly.inputs.data.fingerprint})
+    return Start(state, progress, weights_read)
 
 
 def resumed(assembly: Assembly, saved: Checkpoints) -> Start | None:
@@ -149,12 +139,12 @@ def resumed(assembly: Assembly, saved: Checkpoints) -> Start | None:
     if newest is None:
         return None
     try:
-        state, record = saved.restore(assembly.abstract_state())
+        state, record = saved.restore(assembly.training.abstract_state)
     except CheckpointError:
         if saved.latest is not None:
             raise
         return None  # there were only copies in memory, and they are damaged, as reported
-    folder, fingerprint = saved.directory.parent, assembly.data.fingerprint
+    folder, fingerprint = saved.directory.parent, assembly.inputs.data.fingerprint
     check_record(record, saved.directory / str(int(state.consumed)))
     if record["fingerprint"] != fingerprint:
         keys = [f"{key} was {was!r}, is {now!r}" for key, (was, now) in changed(folder, assembly.toml).items()]
@@ -164,7 +154,7 @@ def resumed(assembly: Assembly, saved: Checkpoints) -> Start | None:
             "restore [data] as it was, or choose another `name`. The standard library's text differs between Python "
             "versions."
         )
-    progress = Progress.of(assembly.experiment.train, assembly.toml, record)
+    progress = Progress.of(assembly.experiment.train, record)
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
     if progress.kept is not None and progress.kept.step and progress.kept.step not in saved.steps:
         warn(f"the best checkpoint, {progress.kept.step}, is missing: the next evaluation becomes the best")
@@ -174,9 +164,11 @@ def resumed(assembly: Assembly, saved: Checkpoints) -> Start | None:
 
 def _steps(visit: Visit, state: TrainState) -> TrainState:
     """Step until the end, an early stop or a signal; return the state of the last step, which is saved."""
-    train_step = visit.assembly.train_step
+    train_step = visit.assembly.training.step
     visit.evaluate(state)  # a signal may have come between a step and its evaluation
     visit.sample(state)
+    if visit.ended:
+        return state
     with visit.feed():
         while not visit.ended:
             batch = visit.before(state)

@@ -1,27 +1,53 @@
-"""The progress of a run, and its record in each checkpoint."""
+"""The progress of a run: its record in each checkpoint, and the report of a visit.
+
+A visit has first and last lines, and at the end of the run a summary, one JSON object.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+import platform
+import shlex
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
 from pydantic import TypeAdapter, ValidationError
 
 from jdp.base.formatting import finite_or_none
 from jdp.checkpoint import CheckpointError
-from jdp.experiment.schema.experiment import Experiment, Train
+from jdp.core.compiling.persistent_cache import kept_in
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.make import folder_of
+from jdp.experiment.schema.train import Train
+from jdp.guard.flight_recorder import FLIGHT, read
+from jdp.guard.time_account import account
 from jdp.run.evaluation import Best, Row
+from jdp.run.outputs.terminal import clock
 
-_SAVED = ("done", "samples", "skipped", "loss", "evals", "evaluated", "fingerprint", "experiment")
+
+@dataclass
+class Record:
+    """What a checkpoint records of a run's progress, with null in place of NaN and infinities."""
+
+    done: int
+    samples: int
+    skipped: int
+    loss: float | None
+    evals: dict[str, float | None]
+    evaluated: int
+    fingerprint: str
+    watched: Best | None
+    kept: Best | None
 
 
 @dataclass
 class Progress:
-    """The progress of a run. A checkpoint records the first ten attributes.
+    """The progress of a run. A checkpoint records the first nine attributes.
 
     Attributes:
         done: batches consumed.
@@ -31,7 +57,6 @@ class Progress:
         evals: the metrics of the last evaluation.
         evaluated: the step of that evaluation.
         fingerprint: fingerprint of the data.
-        experiment: hash of this visit's resolved experiment.
         watched: the best evaluation, for early stopping.
         kept: the best evaluation with a checkpoint; None without `train.keep_best`.
         resumed_from: batches consumed before this visit.
@@ -49,7 +74,6 @@ class Progress:
     evals: Row = field(default_factory=dict[str, float])
     evaluated: int = 0
     fingerprint: str = ""
-    experiment: str = ""
     watched: Best = field(default_factory=lambda: Best("eval_loss"))
     kept: Best | None = None
     resumed_from: int = 0
@@ -70,48 +94,27 @@ class Progress:
         return self.done >= experiment.train.steps or self.stops_early(experiment)
 
     def record(self) -> dict[str, Any]:
-        """Return the record for a checkpoint, with null in place of NaN and infinities."""
-        kept = {name: getattr(self, name) for name in _SAVED}
-        kept["loss"], kept["evals"] = (
-            finite_or_none(self.loss),
-            {name: finite_or_none(value) for name, value in self.evals.items()},
-        )
-        best = {"watched": asdict(self.watched), "kept": asdict(self.kept) if self.kept else None}
-        return {**kept, **best}
+        """Return the record for a checkpoint."""
+        values, evals = asdict(self), {name: finite_or_none(value) for name, value in self.evals.items()}
+        values |= {"loss": finite_or_none(self.loss), "evals": evals}
+        return {name: values[name] for name in Record.__annotations__}
 
     @staticmethod
-    def of(settings: Train, toml: str, record: dict[str, Any]) -> Progress:
+    def of(settings: Train, record: dict[str, Any]) -> Progress:
         """Return the progress from a checkpoint's record; `{}` for a run that has not begun."""
-        known = {name.name for name in fields(Progress)}
-        progress = Progress(**{name: value for name, value in record.items() if name in known})
+        progress = Progress(**{name: value for name, value in record.items() if name in Record.__annotations__})
         progress.watched = Best.resumed(settings.best_metric, record.get("watched"))
         progress.kept = Best.resumed(settings.best_metric, record.get("kept")) if settings.keep_best else None
         evals: dict[str, float | None] = record.get("evals", {})
         progress.evals = {name: math.nan if value is None else value for name, value in evals.items()}
-        progress.experiment = hashlib.sha256(toml.encode()).hexdigest()[:16]
         progress.resumed_from = progress.done
         return progress
-
-
-@dataclass
-class _Record:
-    """The checked values of a record, and their types."""
-
-    done: int
-    samples: int
-    skipped: int
-    evaluated: int
-    loss: float | None
-    evals: dict[str, float | None]
-    fingerprint: str
-    watched: Best | None
-    kept: Best | None
 
 
 def check_record(record: dict[str, Any], folder: Path) -> None:
     """Check that a checkpoint's record is a valid result of `Progress.record` at this step."""
     try:
-        TypeAdapter(_Record).validate_json(json.dumps(record), strict=True)
+        TypeAdapter(Record).validate_json(json.dumps(record), strict=True)
         problem = "" if record["done"] == int(folder.name) else f"done is {record['done']}"
     except ValidationError as error:
         first = error.errors()[0]
@@ -122,3 +125,82 @@ def check_record(record: dict[str, Any], folder: Path) -> None:
             f"{folder / 'record'} is damaged, or not from a run of jdp train: {problem}. Move {folder} away: the run "
             "then resumes from the previous checkpoint, or starts from the beginning without one."
         )
+
+
+def introduction(assembly: Assembly, coverage: str | None) -> list[str | None]:
+    """Return the first lines of a visit: model and plan, data, `coverage` of evaluations, compiled programs."""
+    experiment, training = assembly.experiment, assembly.training
+    first = f"{experiment.name}: {training.parameter_count:,} parameters, {training.plan}"
+    if experiment.train.wrt is not None:
+        first += f"; {training.trained_count:,} are trained, the others frozen"
+    kept = f"compiled programs are kept in {folder} (--no-cache: not)" if (folder := kept_in()) else None
+    plugin = None
+    if experiment.plugin is not None:
+        tables = (experiment.model, experiment.data, experiment.loss, experiment.optimizer)
+        used = ", ".join(table.make for table in tables if table.make is not None) or "nothing of it is used"
+        plugin = f"plug-in {experiment.plugin} ({folder_of(experiment.plugin)}): {used}"
+    return [first, plugin, str(assembly.inputs.data), coverage, kept]
+
+
+def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
+    """Return the last lines of a run: the visit's duration, the run's folder, and the next commands."""
+    experiment, place = assembly.experiment, shlex.quote(str(folder))
+    taken = progress.done - progress.resumed_from
+    steps = f"{taken:,} step{'s' * (taken != 1)} in {clock(progress.seconds)}; the" if taken else "the"
+    plugin = "" if experiment.plugin is None else f" --plugin {experiment.plugin}"
+    lines = [f"{steps} run is in {place}", f"next: jdp report {place}"]
+    writes = experiment.kind == "text" and experiment.model.make is None and experiment.data.knows_text
+    return [*lines, f'or:   jdp generate {place} --prompt "…"{plugin}'] if writes else lines
+
+
+def devices_of(mesh: Mesh) -> dict[str, Any]:
+    """Return the devices and versions of a visit."""
+    devices = list(mesh.devices.flat)
+    return {
+        "platform": devices[0].platform,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "hosts": len({device.process_index for device in devices}),
+        "processes": jax.process_count(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:
+    """Return the run as one JSON object; `final_…` come from the last row of metrics and the last evaluation.
+
+    "mfu" covers this visit's steps; it is missing if the devices' peak is unknown. "goodput" is process 0's over all
+    visits: the useful share of all time, and seconds by kind (`jdp.guard.time_account`).
+    """
+    chosen, evals, training, steady = assembly.experiment, progress.evals, assembly.training, progress.steady_seconds
+    has_mfu = steady and assembly.seconds_at_peak is not None
+    names = ("loss", "bits_per_token", "accuracy", *chosen.train.eval_metrics)
+    own = {name: evals[name] for name in (f"eval_{metric}" for metric in dict.fromkeys(names)) if name in evals}
+    best = progress.watched
+    return {
+        "name": chosen.name,
+        "steps": progress.done,
+        "of_steps": chosen.train.steps,
+        "stopped_early": progress.stops_early(chosen),
+        "final_loss": progress.loss,
+        **{f"final_{name}": finite_or_none(value) for name, value in own.items()},
+        "eval_sets": {name: finite_or_none(value) for name, value in evals.items() if name not in own},
+        "best": {"metric": best.metric, "value": best.value, "step": best.step} if best.step else None,
+        "best_checkpoint": progress.kept.step if progress.kept and progress.kept.step else None,
+        "lr": chosen.optimizer.lr,
+        "seconds": progress.seconds,
+        f"{assembly.inputs.unit}_per_second": progress.steady_units / steady if steady else None,
+        **({"mfu": progress.steady_at_peak / steady} if has_mfu else {}),
+        "data_wait_fraction": progress.waited / steady if steady else None,
+        "devices": assembly.mesh.devices.size,
+        "processes": jax.process_count(),
+        "strategy": chosen.strategy,
+        "partitioning": training.step.partitioning,
+        "parameters": training.parameter_count,
+        "trained_parameters": training.trained_count,
+        "skipped": progress.skipped,
+        "resumed_from": progress.resumed_from,
+        "goodput": account(read(folder / FLIGHT / "rank-00000.jsonl")).as_summary(),
+        "folder": str(folder),
+    }

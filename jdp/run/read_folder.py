@@ -6,19 +6,19 @@ because a failed run must stay readable.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jdp.base.toml import parse, toml_key, toml_value
+from jdp.base.toml import parse, toml_value
 from jdp.base.user_path import user_path
 from jdp.base.words import nearest
 from jdp.experiment.file import ExperimentError
 from jdp.guard.flight_recorder import FLIGHT, history
 from jdp.guard.flight_recorder import read as read_flight
 from jdp.guard.time_account import account
-from jdp.run.folder import CHECKPOINTS, FILE
-from jdp.run.outputs.metrics import JSONL, read
-from jdp.run.outputs.samples import read_samples
+from jdp.run.folder import CHECKPOINTS, FILE, flat
+from jdp.run.outputs.metrics import JSONL, SAMPLES, read
 
 if TYPE_CHECKING:
     from jdp.report.run import Run
@@ -70,30 +70,41 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def _rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
-    if not file.exists():
-        notes.append(f"There is no {JSONL}: no step was logged.")
-        return []
+    rows = list[dict[str, float]]()
     try:
         rows = read(file)
+        notes += [] if rows else ["No step was logged."]
+    except FileNotFoundError:
+        notes.append(f"There is no {JSONL}: no step was logged.")
     except ValueError as error:
         notes.append(f"{error}.")
-        return []
-    if not rows:
-        notes.append("No step was logged.")
     return rows
 
 
 def _settings(toml: str, notes: list[str]) -> dict[str, str]:
     try:
-        return dict(_flat(parse(toml)))
+        return {key: toml_value(value) for key, value in flat(parse(toml)).items()}
     except ValueError as error:
         notes.append(f"{FILE} {error}.")
         return {}
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    flat: list[tuple[str, str]] = []
-    for name, value in table.items():
-        key = f"{prefix}{toml_key(name)}"
-        flat += _flat(value, f"{key}.") if isinstance(value, dict) and value else [(key, toml_value(value))]
-    return flat
+def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Return a run's samples by step. Damaged rows are left out and reported in `notes`."""
+    rows, kinds = list[dict[str, Any]](), {"step": int, "prompt": str, "text": str}
+    for file in sorted((folder / SAMPLES).glob("*.jsonl"), key=lambda file: (len(file.name), file.name)):
+        found = [_object(line) or {} for line in file.read_bytes().split(b"\n") if line]
+        good = [row for row in found if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]
+        if len(good) < len(found):
+            notes.append(f"{len(found) - len(good):,} of {len(found):,} rows of {file.name} are damaged and left out.")
+        rows += [{name: row[name] for name in kinds} for row in good]
+    return rows
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    """Return a JSON object; None for any other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

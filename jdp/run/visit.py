@@ -6,6 +6,8 @@ The loop calls `before` and `after`.
 from __future__ import annotations
 
 import contextlib
+import json
+import signal
 import time
 import tomllib
 from collections.abc import Callable, Generator, Mapping
@@ -21,19 +23,17 @@ from jdp.core.state import TrainState
 from jdp.core.types import Batch
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.samples import Writer
 from jdp.guard.watch import Watch
 from jdp.run.bad_steps import Health
-from jdp.run.evaluation import evaluate
-from jdp.run.export import export
-from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
-from jdp.run.outputs import samples, trackers
-from jdp.run.outputs.metrics import Metrics, json_safe, numbers
+from jdp.run.evaluation import Evaluation
+from jdp.run.folder import SUMMARY, Claim, changed, record
+from jdp.run.outputs import samples
+from jdp.run.outputs.metrics import Metrics, json_safe, numbers, replace_file, start_tracker
 from jdp.run.outputs.profiler import Profile
 from jdp.run.outputs.terminal import Display
-from jdp.run.progress import Progress
+from jdp.run.progress import Progress, devices_of, ending, introduction, summary
 from jdp.run.signals import Stopped, StopRequest
-from jdp.run.summary import devices_of, ending, introduction, summary
+from jdp.run.weights import export
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Visit:
         self.experiment, self.folder = self.assembly.experiment, self.claim.folder
         self.ended = self.progress.finished(self.experiment)
         self.health = Health(self.assembly, self.progress, self.watch, self.display.say)
-        self._writer = Writer(self.assembly)
+        self._evaluation, self._writer = Evaluation(self.assembly), samples.Writer(self.assembly)
         self._clock: Clock
         self._feed: Feed
 
@@ -83,7 +83,7 @@ class Visit:
         if self.ended:
             early = ", stopped early" if done < train.steps else ""
             resumed = f"{self.folder} has all of its {done} steps{early}: nothing to do (--name NEW starts another run)"
-        for line in filter(None, (*introduction(self.assembly), weights_read, resumed)):
+        for line in filter(None, (*introduction(self.assembly, self._evaluation.coverage), weights_read, resumed)):
             self.display.say(line)
 
     @contextlib.contextmanager
@@ -96,9 +96,9 @@ class Visit:
                 facts["changed"] = differing
             record(toml, folder)
         wandb = None if self.ended else experiment.train.wandb
-        tracked = trackers.start(folder, tomllib.loads(toml), wandb=wandb, resumed_step=done)
+        tracker = start_tracker(folder, tomllib.loads(toml), wandb=wandb, resumed_step=done)
         with (
-            Metrics(folder, resumed_step=done, trackers=tracked, patiently=self._write) as self.metrics,
+            Metrics(folder, resumed_step=done, tracker=tracker, patiently=self._write) as self.metrics,
             self.display,
             Profile(profile, folder, self.display, done=done) as self.profile,
         ):
@@ -108,22 +108,17 @@ class Visit:
 
     @contextlib.contextmanager
     def feed(self) -> Generator[None]:
-        """Read batches ahead while in `with`, if steps remain."""
-        if self.ended:
-            yield
-            return
+        """Read batches ahead while in `with`."""
         start = time.perf_counter()
-        with self.assembly.train_feed(self.progress.done, self.progress.samples) as self._feed:
+        with self.assembly.inputs.train_feed(self.progress.done, self.progress.samples) as self._feed:
             self._clock = Clock(self.assembly, self.progress, self._feed)
             yield
         self.progress.seconds = time.perf_counter() - start
 
-    def stopped(self, when: str) -> Stopped:
+    def stopped(self, number: signal.Signals) -> Stopped:
         """Print that a signal stopped the run, and return the exception that ends the process."""
-        assert self.stop.signal is not None
-        name = self.stop.signal.name
-        self.display.say(f"stopped by {name} {when}; run again to resume")
-        return Stopped(self.stop.exit_code, summary(self.assembly, self.progress, self.folder) | {"stopped": name})
+        self.display.say(f"stopped by {number.name} after step {self.progress.done}, saved; run again to resume")
+        return Stopped(number, summary(self.assembly, self.progress, self.folder))
 
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Print the sample, export the model, and return the summary, which is written if this visit took steps.
@@ -133,8 +128,10 @@ class Visit:
         progress, say = self.progress, self.display.say
         self._sample(state, "sample")
         results = summary(self.assembly, progress, self.folder)
-        if progress.done > progress.resumed_from or not (self.folder / SUMMARY).exists():
-            record_summary(json_safe(results), self.folder)
+        took_steps = progress.done > progress.resumed_from or not (self.folder / SUMMARY).exists()
+        if took_steps and jax.process_index() == 0:
+            text = json.dumps(json_safe(results), indent=2, allow_nan=False)
+            replace_file(self.folder / SUMMARY, f"{text}\n")
         if self.experiment.train.export is not None:
             with self.watch.during("export"):
                 say(export(self.assembly, state, progress, self.checkpoints, self.folder))
@@ -156,15 +153,8 @@ class Visit:
     def after(self, state: TrainState, batch: Batch, values: Any) -> None:
         """Do the duties after a step, in order; `values` are its metrics."""
         taken = Taken(self.progress.done + 1, state, values, batch)
-        for duty in (
-            self._check,
-            self._count,
-            self._log,
-            self._end_trace,
-            self._evaluate_and_sample,
-            self._keep_in_memory,
-            self._save,
-        ):
+        duties = (self._check, self._count, self._log, self._end_trace, self._measure, self._keep_in_memory, self._save)
+        for duty in duties:
             duty(taken)
 
     def _check(self, taken: Taken) -> None:
@@ -206,7 +196,7 @@ class Visit:
             self._restart()
         self.watch.step(taken.step)
 
-    def _evaluate_and_sample(self, taken: Taken) -> None:
+    def _measure(self, taken: Taken) -> None:
         """Evaluate and sample if due; a signal or the result may end the visit."""
         if self.stop.signal is None and any([self.evaluate(taken.state), self.sample(taken.state)]):
             self._restart()
@@ -282,8 +272,13 @@ class Visit:
         progress, done = self.progress, self.progress.done
         if not self._evaluation_due() or progress.evaluated == done:
             return False
+
+        def goes_on() -> bool:
+            self.watch.batch()
+            return not self.stop.poll()
+
         with self.watch.during("eval"):
-            row = evaluate(self.assembly, state, self._goes_on)
+            row = self._evaluation.of(state, goes_on)
         if row is None:
             return False
         progress.evals, progress.evaluated = row, done
@@ -325,11 +320,6 @@ class Visit:
         done, train = self.progress.done, self.experiment.train
         return done > 0 and (done >= train.steps or bool(train.eval_every and done % train.eval_every == 0))
 
-    def _goes_on(self) -> bool:
-        """Return whether an evaluation continues after a batch."""
-        self.watch.batch()
-        return not self.stop.poll()
-
 
 class Clock:
     """Measures the steps since the last row of metrics.
@@ -339,19 +329,19 @@ class Clock:
     """
 
     def __init__(self, assembly: Assembly, progress: Progress, feed: Feed) -> None:
-        self.speed = f"{assembly.unit}_per_second"
+        self.speed = f"{assembly.inputs.unit}_per_second"
         self._assembly, self._progress, self._feed = assembly, progress, feed
         self._first, self._compiled = True, False
         self.restart()
 
     def tick(self, values: Any, row_due: bool) -> None:
         """Wait for a step that compiles, and count from its end unless it gets a row; ignore other steps."""
-        if not self._first:
-            return
-        self._first, self._compiled = False, row_due
-        jax.block_until_ready(values)
-        if not row_due:
-            self.restart()
+        first, self._first = self._first, False
+        self._compiled = first and row_due
+        if first:
+            jax.block_until_ready(values)
+            if not row_due:
+                self.restart()
 
     def restart(self) -> None:
         """Restart the count from the last step and the current time."""
@@ -361,8 +351,8 @@ class Clock:
         """Return a row's learning rate, times, `hosts` and speed; add its times to the visit's."""
         (since, start, waited), progress, assembly = self._from, self._progress, self._assembly
         steps, seconds, wait = progress.done - since, time.perf_counter() - start, self._feed.wait_seconds - waited
-        rate = float(jax.device_get(assembly.learning_rate(max(progress.done - progress.skipped - 1, 0))))
-        units, at_peak = assembly.units_per_step * steps, assembly.seconds_at_peak
+        rate = float(jax.device_get(assembly.training.learning_rate(max(progress.done - progress.skipped - 1, 0))))
+        units, at_peak = assembly.inputs.units_per_step * steps, assembly.seconds_at_peak
         row = {"lr": rate, "step_seconds": seconds / steps, "data_wait_seconds": wait / steps, **hosts}
         row[self.speed] = units / seconds
         if at_peak is not None:
@@ -372,5 +362,4 @@ class Clock:
             progress.waited += wait
             progress.steady_units += units
             progress.steady_at_peak += (at_peak or 0.0) * steps
-        self._compiled = False
         return row

@@ -22,7 +22,7 @@ from jdp.cli.main import main
 from jdp.experiment.file import ExperimentError, from_table, load, to_toml
 from jdp.export import export_hf, gpt_config_from_hf, hf_names, import_safetensors
 from jdp.models import GPT, GPTConfig
-from jdp.run.initial_weights import InitialWeights
+from jdp.run.weights import InitialWeights
 
 STORED = json.loads(hf_reference.FILE.read_text(encoding="utf-8"))
 LLAMA, LLAMA31, GPT2, QWEN3 = (STORED[case]["config"] for case in ("llama", "llama 3.1", "gpt2", "qwen3"))

@@ -13,16 +13,12 @@ from jdp.export import export_safetensors, gpt_config_from_hf, import_safetensor
 WORDS = r"must be on a disk of this machine, given .*(gs|s3):.*: mount it .*outside\.md.*train\.mirror"
 COMMANDS = {
     "runs": ["train", "FILE", "--run-dir", "s3://bucket/runs"],
-    "runs in upper case and with one slash": ["train", "FILE", "--run-dir", "S3:/bucket/runs"],
     "data": ["train", "FILE", "--data.source", "gs://bucket/points.npz"],
-    "initial weights": ["train", "FILE", "--train.init_from", "s3://bucket/run"],
-    "a mirror that is no address": ["train", "FILE", "--train.mirror", "s3:bucket/run"],
     "an experiment": ["train", "s3://bucket/points.toml"],
     "a plan's page": ["plan", "FILE", "--target", "cpu:2", "--html", "gs://bucket/plan.html"],
     "a target": ["plan", "FILE", "--target", "s3://bucket/mine.toml:1x8"],
     "a report": ["report", "runs/points", "-o", "s3://bucket/report.html"],
     "logs": ["launch", "-n", "2", "--log-dir", "s3://bucket/logs", "--", "FILE"],
-    "a doctor's run": ["doctor", "s3://bucket/run"],
     "a doctor's folder": ["doctor", "--run-dir", "s3://bucket/runs"],
 }
 
@@ -44,7 +40,6 @@ def test_a_command_refuses_it(file, capsys, what):
     except SystemExit as exiting:
         code = exiting.code
     error = " ".join(capsys.readouterr().err.split())
-    error = error.replace("S3:", "s3:")
     assert code == 2 and "Traceback" not in error and ("s3:" in error or "gs:" in error), (code, error)
 
 

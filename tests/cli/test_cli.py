@@ -25,6 +25,7 @@ from jdp.base import machine
 from jdp.cli import main as cli
 from jdp.cli.help import USUAL_KEYS
 from jdp.cli.options import UsageError, split_overrides, write_file
+from jdp.core.cluster.initialize import is_lost_peer
 from jdp.core.cluster.schedulers import find_cluster
 from jdp.experiment.file import Experiment, describe
 
@@ -71,24 +72,10 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
         assert line == importlib.import_module(f"jdp.cli.{name}").Options.__doc__.splitlines()[0]
 
 
-def test_help_takes_no_jax_and_is_kept(tmp_path: Path):
-    """The second time it takes neither what parses options nor what validates experiments, and is the same text."""
-    said: list[str] = []
-    for without in ("jax", "tyro", "pydantic"):
-        program = f"""if True:
-            import sys
-            from jdp.cli.main import main
-            main(["train", "--help"])
-            sys.exit({without!r} in sys.modules)
-        """
-        environment = {**os.environ, "JDP_CACHE_DIR": str(tmp_path), "COLUMNS": "90"}
-        result = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
-        assert (result.returncode, result.stderr) == (0, ""), without
-        said.append(result.stdout)
-    assert "--train.steps" in said[0] and len(set(said)) == 1
-    assert len(list((tmp_path / "help").iterdir())) == 1
+def test_help_takes_no_jax():
+    program = "import sys; from jdp.cli.main import main; main(['train', '--help']); sys.exit('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "--train.steps" in done.stdout
 
 
 def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch):
@@ -158,28 +145,21 @@ MISTAKES = {
     "unknown command": (["trian", "x.toml"], "jdp has no command 'trian'; did you mean train?"),
     "no such file": (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
     "misspelt option": (["train", "FILE", "--run-dri", "x"], "there is no option --run-dri; did you mean --run-dir?"),
-    "misspelt key": (["train", "FILE", "--train.stepz", "5"], "did you mean --train.steps?"),
     "wrong type": (["train", "FILE", "--train.steps", "many"], "--train.steps must be a whole number"),
-    "wrong device count": (["train", "FILE", "--devices", "0"], "--devices must be 1 or more; given 0"),
     "a flag for a value": (["train", "FILE", "--train.steps", "--json"], "--train.steps needs a value"),
-    "twice": (["train", "FILE", "--seed", "1", "--seed=2"], "--seed is given twice: 1 and 2"),
     "mesh": (["train", "FILE", "--mesh.data", "3"], "data=3, but there are 8 devices"),
-    "batch": (["train", "FILE", "--train.batch_size", "9"], "data=8 × train.accumulate=1 = 8"),
     "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
-    "run dir of nobody": (["train", "FILE", "--run-dir", "~nosuchuser/x"], "~nosuchuser has none; write the folder"),
     "target of brackets": (["verify", "FILE", "--target", "NESTED:1x8"], "is nested too deeply"),
     "nothing to launch": (["launch", "-n", "2", "x.toml"], "what to launch comes after --; given no --"),
     "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more processes; given 0"),
     "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
-    "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "<= train.steps = 50"),
-    "negative restarts": (["launch", "-n", "2", "--max-restarts", "-1", "--", "x.py"], "must be 0 or more; given -1"),
+    "launch with wrong steps": (
+        ["launch", "-n", "2", "--", "FILE", "--profile", "60:70"],
+        "from 1 to train.steps = 50",
+    ),
     "nodes without a place": (
         ["launch", "-n", "2", "--nodes", "2", "--", "x.py"],
         "several machines need --node-rank and --coordinator; given --nodes 2 without --node-rank and --coordinator",
-    ),
-    "a place without nodes": (
-        ["launch", "-n", "2", "--node-rank", "0", "--", "x.py"],
-        "--node-rank is for several machines; given --nodes 1",
     ),
     "a place out of range": (
         ["launch", "-n", "2", "--nodes", "2", "--node-rank", "2", "--coordinator", "h:1", "--", "x.py"],
@@ -387,12 +367,12 @@ def test_a_lost_peer_is_told_from_faults_of_this_process(monkeypatch: pytest.Mon
     gone = jax.errors.JaxRuntimeError(
         "FAILED_PRECONDITION: Gloo AllReduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
     )
-    assert not cli._is_lost_peer(gone), "a process on its own has no peers"
+    assert not is_lost_peer(gone), "a process on its own has no peers"
     monkeypatch.setattr("jdp.core.cluster.initialize.joined_as", lambda: (0, 2))
-    assert cli._is_lost_peer(gone)
-    assert not cli._is_lost_peer(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
-    assert not cli._is_lost_peer(ConnectionResetError("Connection reset by peer")), "a data server's, not a process's"
+    assert is_lost_peer(gone)
+    assert not is_lost_peer(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not is_lost_peer(ConnectionResetError("Connection reset by peer")), "a data server's, not a process's"
     barrier = TimeoutError("Timed out while waiting for async_write_complete barrier.")
-    assert not cli._is_lost_peer(barrier), "not of the coordination service"
+    assert not is_lost_peer(barrier), "not of the coordination service"
     barrier.__cause__ = jax.errors.JaxRuntimeError("INTERNAL: …")
-    assert cli._is_lost_peer(barrier), "as Orbax tells it"
+    assert is_lost_peer(barrier), "as Orbax tells it"

@@ -5,8 +5,7 @@ import tomllib
 import pytest
 
 from jdp.cli import main as cli
-from jdp.experiment.file import load, to_toml
-from jdp.experiment.shipped import copied, shipped
+from jdp.experiment.file import copied, load, shipped, to_toml
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +59,7 @@ def test_the_help_names_what_is_shipped(capsys):
 MISTAKES = {
     "exists": (["mine"], "jdp new replaces no file; given mine.toml, which exists: choose another NAME"),
     "ending": (["other.toml"], "NAME is without .toml; given other.toml: write other"),
-    "path": (["a/b"], "NAME must be letters, digits, dots, dashes and underscores, one or more"),
-    "start": (["other", "--from", "gpt2-124m"], 'given "gpt2-124m"; did you mean gpt2_124m?'),
+    "path": (["a/b"], "NAME must be letters, digits, dots, dashes and underscores, up to 200"),
     "unknown start": (["other", "--from", "x"], f"that jdp ships, one of {', '.join(shipped())}; given"),
 }
 

@@ -7,8 +7,7 @@ import jax
 import pytest
 
 from jdp.cli import main as cli
-from jdp.cli.baseline import Baseline, HeldBytes, SentFrom, read_baseline
-from jdp.cli.compare import compare
+from jdp.cli.baseline import Baseline, HeldBytes, SentFrom, compare, read_baseline
 
 PROGRAM = """\
 import jax
@@ -219,14 +218,13 @@ def test_steps_of_other_libraries(program, capsys, library):
 
 MISTAKES = {
     "no function": ("own_step.py", [], r'given "own_step.py": add :FUNCTION'),
-    "no file": ("nosuch.py:make_step", [], r"a Python file that exists"),
     "an exception": (
         "own_step.py:other_function",
         [],
-        r"could not be called: RuntimeError: no such file of mine\n  own_step.py:\d+, in other_function: raise Runt",
+        r"could not be called:\n.*own_step.py\", line \d+, in other_function\n.*raise.*\n  RuntimeError: no such",
     ),
     "no step": ("own_step.py:not_a_step", [], r"not_a_step must return \(jitted step, .*; given dict: return the step"),
-    "too few": ("own_step.py:too_few", [], r"could not be compiled: TypeError: .* missing \d required"),
+    "too few": ("own_step.py:too_few", [], r"could not be compiled:\n(.*\n)*  TypeError: .* missing \d required"),
     "arguments": ("own_step.py:needs", [], r"given needs, which needs config: give config a default"),
     "a tolerance": ("own_step.py:make_step", ["--tolerance", "2"], "--tolerance is a percentage; given .2.: write 2%"),
     "a key": ("own_step.py:make_step", ["--train.steps", "3"], "--train.steps is for an experiment; given the program"),
@@ -237,12 +235,6 @@ MISTAKES = {
         "a file of jdp verify; given .* format 2, and 1 is read",
     ),
     "itself": ("own_step.py:make_step", ["--against", "a.json", "--save", "./a.json"], "--save would replace the base"),
-    "both": ("own_step.py:make_step", ["--json", "--markdown"], "both print on stdout"),
-    "an experiment": (
-        "x.toml",
-        ["--save", "a.json"],
-        "--save is for a program, FILE.py:FUNCTION; given the experiment",
-    ),
 }
 
 

@@ -178,7 +178,12 @@ def test_samples_without_images_and_mixtures_are_refused():
 
 KEYS = {
     "word": ("vit-digits", "digits", 'augment = "flip"', "data.augment must be one of crop, resized_crop"),
-    "features": ("mlp", "digits", 'augment = "crop"', "data.augment is not used by model.name = 'mlp', as an MLP"),
+    "features": (
+        "mlp",
+        "digits",
+        'augment = "crop"',
+        "data.augment is for images, and model.name = 'mlp' learns features",
+    ),
 }
 
 

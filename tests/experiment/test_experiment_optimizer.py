@@ -10,7 +10,7 @@ import pytest
 
 from jdp.experiment.file import ExperimentError, from_table
 from jdp.experiment.optimizer import decay_mask, learning_rate, optimizer
-from jdp.experiment.schema.experiment import USED_BY
+from jdp.experiment.schema.optimizer import USED_BY
 
 
 def experiment(*, optimizer, steps=50, batch_size=16, model=None):
@@ -80,17 +80,6 @@ def test_decay_mask_goes_by_the_last_key_only():
     assert mask == {"scale": {"kernel": True}, "bias": False, "scale_up": True, "upscale": True}
 
 
-def test_sgd_has_momentum():
-    tx = optimizer(experiment(optimizer={"name": "sgd", "lr": 1.0, "momentum": 0.5}))
-    params = {"w": jnp.zeros(())}
-    state = tx.init(params)
-    seen = []
-    for _ in range(3):
-        updates, state = tx.update({"w": jnp.ones(())}, state, params)
-        seen.append(float(updates["w"]))
-    assert seen == [-1.0, -1.5, -1.75]
-
-
 def test_lars_and_lamb_take_steps_of_a_share_of_the_weights_and_leave_biases_out():
     """LARS (arXiv:1708.03888, eq. 6): lr · trust · |w| / |g + decay w| · (g + decay w); a bias: lr · g."""
     params = {"up": {"kernel": jnp.full((4, 4), 2.0), "bias": jnp.ones(4)}}
@@ -127,9 +116,9 @@ def test_a_norm_is_each_layers_own_where_layers_are_stacked(name):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"name": "adagrad", "momentum": 0.9}, "only by sgd, adafactor, lars, rmsprop; given 0.9"),
-        ({"beta": 0.9}, "optimizer.beta is not used by adamw, only by muon; given 0.9: remove it (or beta = 0.95)"),
-        ({"name": "muon", "momentum": 0.9}, "optimizer.momentum is not used by muon, only by sgd, adafactor"),
+        ({"name": "adagrad", "momentum": 0.9}, "is for sgd, adafactor, lars, rmsprop, not adagrad; given 0.9"),
+        ({"beta": 0.9}, "optimizer.beta is for muon, not adamw; given 0.9: remove it"),
+        ({"name": "muon", "momentum": 0.9}, "optimizer.momentum is for sgd, adafactor, lars, rmsprop, not muon"),
         ({"name": "muon", "adam_lr": 0.0}, "optimizer.adam_lr must be more than 0.0; given 0.0"),
     ],
 )

@@ -86,29 +86,11 @@ def test_an_answer_without_weight_is_not_learnt(row_of, llama, template, key):
     assert len(learnt(row_of, llama, [each | (key if each is CHAT[1] else kept) for each in CHAT], template)) == 1
 
 
-def test_tools_are_for_the_template(row_of, llama):
-    template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}" + CHAT_TEMPLATE
-    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
-    tokenizer.chat_template = template
-    found = row_of(tokenizer, {"messages": CHAT[:2], "tools": [{"name": "clock"}]})
-    assert tokenizer.decode(found["input_ids"]).startswith("clock<|im_start|>")
-
-
 def test_a_template_that_changes_earlier_answers_is_refused(row_of, llama):
     """As Qwen3's leaves out what was thought before the last question."""
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] if loop.last else '-' }}{% endfor %}"
     with pytest.raises(SystemExit, match="the template writes this otherwise where more follows: mark answers in it"):
         learnt(row_of, llama, CHAT, template)
-
-
-def test_columns_that_are_not_read_are_named(llama):
-    folder = llama.parent
-    (folder / "odd.jsonl").write_text(json.dumps({"messages": CHAT, "source": "web", "score": 1}) + "\n")
-    done = ran("chats_to_ids.py", "llama", "odd.jsonl", "odd.parquet", cwd=folder)
-    assert done.returncode == 0 and "odd.jsonl: score, source not used" in done.stderr, done.stderr
-    (folder / "none.jsonl").write_text(json.dumps({"chat": CHAT}) + "\n")
-    done = ran("chats_to_ids.py", "llama", "none.jsonl", "none.parquet", cwd=folder)
-    assert done.returncode == 1 and 'must have a column "messages"; given chat: rename it' in done.stderr
 
 
 TOY = {"model.context": 64, "data.length": 64, "train.batch_size": 16, "optimizer.warmup_steps": 2}

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from jdp.cli import launch
-from jdp.experiment.file import ExperimentError, load, to_toml
-from jdp.experiment.shipped import shipped
+from jdp.experiment.file import ExperimentError, load, shipped, to_toml
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 NEED_A_FOLDER = {"finetune_hf_llama", "continue_pretraining", "sft_chat"}

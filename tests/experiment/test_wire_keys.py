@@ -4,36 +4,17 @@ import shutil
 
 import jax
 import numpy as np
-import pytest
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, stopped_at
 
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import load, to_toml
+from jdp.experiment.file import load
 
 TRAIN = {"steps": 4, "batch_size": 16, "log_every": 1, "checkpoint_every": 100}
 POINTS = points_text(tables(train=TRAIN, optimizer={"name": "sgd", "lr": 0.1}), hidden=4096)
 INT8 = ("--wire", "int8")
-
-WRONG = {
-    "buckets of 0": (["--buckets", "0"], "--buckets must be"),
-    "word for buckets": (["--buckets", "auto"], "--buckets must be"),
-    "int7": (["--wire", "int7"], 'given "int7"; did you mean int8?'),
-    "reduce in int8": (["--reduce", "int8"], "--reduce must be one of fp32, bf16"),
-    "auto": ([*INT8, "--partitioning", "auto"], 'wire is for partitioning = "manual"'),
-}
-
-
-@pytest.mark.parametrize(("arguments", "expected"), WRONG.values(), ids=WRONG)
-def test_a_bad_value_is_one_error_and_exit_2(arguments, expected, tmp_path, capfd):
-    file = write_points(tmp_path, POINTS)
-    assert main(["train", str(file), "--run-dir", str(tmp_path / "runs"), *arguments]) == 2
-    shown = capfd.readouterr()
-    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out, shown.err
-    assert expected in shown.err
-    assert not (tmp_path / "runs").exists()
 
 
 def train(file, runs, *arguments):
@@ -42,7 +23,7 @@ def train(file, runs, *arguments):
 
 
 def state_at(file, folder, step):
-    target = Assembly.on_devices(load(file, {"wire": "int8", "strategy": "zero1"})).abstract_state()
+    target = Assembly.on_devices(load(file, {"wire": "int8", "strategy": "zero1"})).training.abstract_state
     with Checkpoints(folder / "checkpoints") as saved:
         restored, _ = saved.restore(target, step)
     return jax.device_get(restored)
@@ -61,9 +42,3 @@ def test_stopped_and_resumed_is_bitwise_the_undisturbed_run(tmp_path):
     assert losses[0] == losses[1] and max(losses[0]) == 4
     states = [state_at(file, folder, 4) for folder in (again, whole)]
     jax.tree.map(np.testing.assert_array_equal, *[(s.params, s.opt_state) for s in states])
-
-
-def test_an_experiment_as_resolved_is_read_back(tmp_path):
-    experiment = load(write_points(tmp_path, POINTS), {"wire": "int8", "buckets": "1000"})
-    (tmp_path / "resolved.toml").write_text(to_toml(experiment))
-    assert load(tmp_path / "resolved.toml") == experiment

@@ -55,7 +55,9 @@ def course(folder, name):
     run = folder / "runs" / name
     with Checkpoints(run / "checkpoints") as saved:
         assert saved.latest == STEPS
-        state, _ = saved.restore(Assembly.on_devices(load(folder / "points.toml", {"mesh.data": "8"})).abstract_state())
+        state, _ = saved.restore(
+            Assembly.on_devices(load(folder / "points.toml", {"mesh.data": "8"})).training.abstract_state
+        )
     return rows(run, "loss"), [
         np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, state.opt_state, state.step))
     ]

@@ -22,9 +22,9 @@ from jdp.base.machine import available_memory
 from jdp.core.gradients import views
 from jdp.core.gradients.microbatch import Microbatch
 from jdp.core.gradients.row_keys import RowDraws
-from jdp.experiment.assembly import Assembly
+from jdp.experiment.assembly import Inputs
 from jdp.experiment.file import from_table
-from jdp.experiment.prove import prove_experiment
+from jdp.experiment.plan import prove_experiment
 from jdp.guard.memory_check import check_proof
 from jdp.models import MLPConfig, build
 from jdp.prove.bounds import Record
@@ -330,8 +330,8 @@ def test_an_experiment_is_proven_as_it_is(scikit_learn, monkeypatch):
         "train": {"steps": 100, "batch_size": 8, "accumulate": 2},
     }
     asked = []
-    original = Assembly.train_batches
-    monkeypatch.setattr(Assembly, "train_batches", lambda self, start: asked.append(start) or original(self, start))
+    original = Inputs.train_batches
+    monkeypatch.setattr(Inputs, "train_batches", lambda self, start: asked.append(start) or original(self, start))
     proof = prove_experiment(from_table(table), steps=2, devices=2, only="resume")
     assert proof.equal and largest(proof) < ROOM, str(proof)
     assert [each.name for each in proof.runs] == ["resume after step 1: zero2 2 devices K=2, onto zero3 2 devices K=1"]

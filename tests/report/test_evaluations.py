@@ -7,7 +7,7 @@ from test_plan_page import HOSTILE
 from test_run_page import rows_of, run_of
 
 from jdp.report.pages import run_page
-from jdp.run.outputs.samples import read_samples
+from jdp.run.read_folder import read_samples
 
 SAMPLES = [{"step": step, "prompt": "a", "text": f"text {step} {HOSTILE}"} for step in (10, 20)]
 METRICS = {

@@ -14,7 +14,7 @@ from tiny_runs import refused
 from jdp.data import global_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
-from jdp.run.evaluation import evaluate
+from jdp.run.evaluation import Evaluation
 
 WAYS = [("ddp", 1, None), ("ddp", 8, "manual"), ("zero3", 8, None), ("zero3", 8, "manual")]
 OF_CLASSES = tables(
@@ -43,9 +43,9 @@ def logits_of_points(state, source):
 @pytest.mark.parametrize(("strategy", "devices", "partitioning"), WAYS)
 def test_classes_are_counted_to_the_example(tmp_path, strategy, devices, partitioning):
     assembly = assembled(write_points(tmp_path, points_text(OF_CLASSES)), strategy, devices, partitioning)
-    state, source = assembly.state(), assembly.data.heldout
+    state, source = assembly.training.state(), assembly.inputs.data.heldout
     assert len(source) % 16, "a batch is padded"
-    row = evaluate(assembly, state)
+    row = Evaluation(assembly).of(state)
     labels, logits = logits_of_points(state, source)
     order = np.argsort(-logits, axis=1)
     assert list(row) == ["eval_loss", "eval_accuracy", "eval_top2_accuracy", "eval_top3_accuracy"]
@@ -94,7 +94,7 @@ def nats_of_document(forward, tokens):
 
 def forward_of(file):
     """The initial model, which is the same on any mesh, on one device."""
-    model = assembled(file, "ddp", 1, None).state().model
+    model = assembled(file, "ddp", 1, None).training.state().model
     forward = jax.jit(lambda model, tokens: model(tokens))
     return lambda tokens: forward(model, tokens)
 
@@ -103,7 +103,7 @@ def forward_of(file):
 def packed(tmp_path_factory):
     """The file of a mixture whose documents are packed, and the nats and ranks of each held-out document by NumPy."""
     file = write_documents(tmp_path_factory.mktemp("packed"), packing="documents")
-    forward, parts = forward_of(file), assembled(file, "ddp", 1, None).data.parts
+    forward, parts = forward_of(file), assembled(file, "ddp", 1, None).inputs.data.parts
     spans = [list(zip(part.heldout.bounds[:-1], part.heldout.bounds[1:], strict=True)) for part in parts]
     found = [
         [nats_of_document(forward, np.asarray(part.heldout.ids[a:b], np.int32)) for a, b in inside]
@@ -118,7 +118,7 @@ def test_text_is_measured_by_domain(packed, strategy, devices, partitioning):
     its last token, which closes it, has no bytes."""
     file, spans_of, nats_of = packed
     assembly = assembled(file, strategy, devices, partitioning)
-    row = evaluate(assembly, assembly.state())
+    row = Evaluation(assembly).of(assembly.training.state())
     for number, name in enumerate(("web", "books")):
         nats, ranks = (np.concatenate(parts) for parts in zip(*nats_of[number], strict=True))
         size = sum(int(end - start) - 2 for start, end in spans_of[number])
@@ -133,7 +133,7 @@ def test_text_is_measured_by_domain(packed, strategy, devices, partitioning):
 def test_bytes_are_those_of_the_samples_that_are_read(packed, batches):
     """A number of batches draws some samples: their bits are divided by their bytes."""
     assembly = assembled(packed[0], "ddp", 8, None, **{"train.eval_batches": batches})
-    source, row = assembly.data.parts[0].heldout, evaluate(assembly, assembly.state())
+    source, row = assembly.inputs.data.parts[0].heldout, Evaluation(assembly).of(assembly.training.state())
     read = list(itertools.islice(global_batches(source, batch_size=8, seed=0, epochs=1), int(batches)))
     counted = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in read])
     bits = row["eval_web_bits_per_token"] * len(counted)
@@ -151,7 +151,7 @@ def test_images_are_counted_with_statistics_and_microbatches(tmp_path):
     )
     (tmp_path / "images.toml").write_text(f'name = "images"\n{text}')
     assembly = assembled(tmp_path / "images.toml", "zero3", 8, None)
-    row, size = evaluate(assembly, assembly.state()), len(assembly.data.heldout)
+    row, size = Evaluation(assembly).of(assembly.training.state()), len(assembly.inputs.data.heldout)
     right = row["eval_accuracy"] * size
     assert right == pytest.approx(round(right), abs=1e-4)
     assert row["eval_accuracy"] <= row["eval_top3_accuracy"] < 1

@@ -11,7 +11,7 @@ from jdp.core.update.ema import ema_params
 from jdp.data.feed import shard_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table
-from jdp.run.evaluation import Best, coverage, evaluate
+from jdp.run.evaluation import Best, Evaluation
 
 FEATURES, CLASSES, BATCH = 6, 3, 8
 
@@ -61,16 +61,16 @@ def by_hand(params, source):
 def test_an_evaluation_is_the_mean_over_examples(table, devices):
     """Bound: float32 sums of some ten terms of about 1."""
     assembly = assembled(table, devices)
-    state = assembly.state()
-    sets = {"eval": assembly.data.heldout, "eval_others": whole(assembly.eval_sets["eval_others"])}
+    state = assembly.training.state()
+    sets = {"eval": assembly.inputs.data.heldout, "eval_others": whole(assembly.inputs.eval_sets["eval_others"])}
     assert all(len(source) % BATCH for source in sets.values()), "uneven"
-    row = evaluate(assembly, state)
+    row = Evaluation(assembly).of(state)
     assert list(row) == ["eval_loss", "eval_accuracy", "eval_others_loss", "eval_others_accuracy"]
     for name, source in sets.items():
         loss, accuracy = by_hand(jax.device_get(state.params), source)
         assert row[f"{name}_loss"] == pytest.approx(loss, rel=1e-6)
         assert row[f"{name}_accuracy"] == pytest.approx(accuracy, abs=1e-7)
-    assert coverage(assembly) is None
+    assert Evaluation(assembly).coverage is None
 
 
 def whole(source):
@@ -81,24 +81,27 @@ def whole(source):
 
 def test_a_number_of_batches_reads_so_many_and_says_so(table):
     assembly = assembled(table, 8, eval_batches=2)
-    state = assembly.state()
-    row = evaluate(assembly, state)
-    assert row == evaluate(assembly, state), "always the same samples"
-    assert row["eval_loss"] != evaluate(assembled(table, 8), state)["eval_loss"]
-    assert "eval 2 of " in coverage(assembly) and "eval_others 2 of 5 batches" in coverage(assembly)
+    state = assembly.training.state()
+    evaluation = Evaluation(assembly)
+    row = evaluation.of(state)
+    assert row == evaluation.of(state), "always the same samples"
+    assert row["eval_loss"] != Evaluation(assembled(table, 8)).of(state)["eval_loss"]
+    assert "eval 2 of " in evaluation.coverage and "eval_others 2 of 5 batches" in evaluation.coverage
 
 
 def test_evaluations_use_the_averaged_parameters(table):
     assembly = assembled(table, 8, batch_size=2 * BATCH)
-    state = assembly.state()
-    rows = [assembly.data.train[index] for index in range(2 * BATCH)]
+    state = assembly.training.state()
+    rows = [assembly.inputs.data.train[index] for index in range(2 * BATCH)]
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    with shard_batches([batch] * 3, assembly.plan) as feed:
+    with shard_batches([batch] * 3, assembly.training.plan) as feed:
         for one in feed:
-            state, _ = assembly.train_step(state, one)
-    row, averaged = evaluate(assembly, state), jax.device_get(ema_params(state).params)
-    assert row["eval_loss"] == pytest.approx(by_hand(averaged, assembly.data.heldout)[0], rel=1e-6)
-    assert row["eval_loss"] != pytest.approx(by_hand(jax.device_get(state.params), assembly.data.heldout)[0], rel=1e-4)
+            state, _ = assembly.training.step(state, one)
+    row, averaged = Evaluation(assembly).of(state), jax.device_get(ema_params(state).params)
+    assert row["eval_loss"] == pytest.approx(by_hand(averaged, assembly.inputs.data.heldout)[0], rel=1e-6)
+    assert row["eval_loss"] != pytest.approx(
+        by_hand(jax.device_get(state.params), assembly.inputs.data.heldout)[0], rel=1e-4
+    )
 
 
 def test_the_best_of_a_loss_is_the_smallest_and_of_an_accuracy_the_largest():

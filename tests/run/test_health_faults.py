@@ -76,7 +76,7 @@ def digest(name):
     # a hash of this process' shards of the last checkpoint
     assembly = Assembly.on_devices(load(folder / "points.toml", {}))
     with jdp.Checkpoints(folder / name / "checkpoints") as saved:
-        state, _ = saved.restore(assembly.abstract_state(), 10)
+        state, _ = saved.restore(assembly.training.abstract_state, 10)
     leaves = jax.tree.leaves(dataclasses.replace(state, rng=jax.random.key_data(state.rng)))
     shards = [np.asarray(shard.data).tobytes() for leaf in leaves for shard in leaf.addressable_shards]
     return hashlib.sha256(b"".join(shards)).hexdigest()

@@ -1,6 +1,7 @@
 """What happened to a run is recorded visit by visit, and only added to."""
 
 import json
+import signal
 
 import pytest
 from tiny_experiment import tables, write_tiny
@@ -30,7 +31,7 @@ def events(folder):
 
 def test_each_visit_has_its_beginning_and_its_end(tmp_path):
     with pytest.raises(Stopped):
-        visit(tmp_path, begin=0, end=3, error=Stopped(75, {}))
+        visit(tmp_path, begin=0, end=3, error=Stopped(signal.SIGTERM, {}))
     with pytest.raises(ValueError, match="diverged"):
         visit(tmp_path, begin=3, end=5, error=ValueError("diverged " + "x" * 5000))
     with pytest.raises(KeyboardInterrupt):
@@ -50,14 +51,6 @@ def test_each_visit_has_its_beginning_and_its_end(tmp_path):
     first, stopped, _, failed, _, interrupted, _, finished = history(read(tmp_path / FLIGHT))
     assert stopped["code"] == 75 and first["time"] <= finished["time"]
     assert len(failed["error"]) < 1100 and interrupted["error"] == "KeyboardInterrupt"
-
-
-def test_a_half_written_line_costs_that_line_only(tmp_path):
-    visit(tmp_path, begin=0, end=10)
-    file = tmp_path / FLIGHT
-    file.write_text(file.read_text() + '{"time": 1, "event": "res')
-    visit(tmp_path, begin=4, end=10)
-    assert events(tmp_path) == [("started", 0), ("finished", 10), ("resumed", 4), ("finished", 10)]
 
 
 def test_a_run_that_was_taken_over_begins_anew_and_is_resumed(tmp_path):

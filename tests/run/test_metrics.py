@@ -1,7 +1,6 @@
 """Metrics on disk hold every step once, whatever happened to the processes that wrote them; and how progress looks."""
 
 import importlib
-import itertools
 import json
 import math
 
@@ -113,13 +112,6 @@ def test_an_evaluation_that_is_made_up_again_has_one_row(tmp_path):
     assert scalars(tmp_path, "lr").keys() == {1, 2, 3}
 
 
-def test_a_fresh_run_in_an_old_folder_starts_over(tmp_path):
-    write(tmp_path, range(1, 8))
-    write(tmp_path, range(1, 3), loss=5.0)
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert scalars(tmp_path) == {1: 6.0, 2: 7.0}
-
-
 @pytest.mark.parametrize("end", [b'{"step": 4, "lo', b'{"step": 4', b"\0\0\0"])
 def test_a_last_row_half_written_is_dropped(tmp_path, end):
     file = tmp_path / "metrics.jsonl"
@@ -127,25 +119,6 @@ def test_a_last_row_half_written_is_dropped(tmp_path, end):
     file.write_bytes(file.read_bytes() + end)
     write(tmp_path, range(4, 5), resumed_step=3)
     assert [row["step"] for row in read(file)] == [1, 2, 3, 4]
-
-
-def test_a_last_row_without_a_line_end_is_a_row(tmp_path):
-    write(tmp_path, range(1, 4))
-    file = tmp_path / "metrics.jsonl"
-    file.write_bytes(file.read_bytes().rstrip(b"\n"))
-    write(tmp_path, range(4, 5), resumed_step=3)
-    assert [row["step"] for row in read(file)] == [1, 2, 3, 4]
-
-
-def test_a_damaged_event_file_costs_only_what_is_behind_the_damage(tmp_path):
-    write(tmp_path, range(1, 7))
-    (file,) = tmp_path.glob("events.*")
-    data = bytearray(before := file.read_bytes())
-    data[before.index(next(itertools.islice(records(file), 4, None)))] ^= 255  # of step 3, after the version and START
-    file.write_bytes(data)
-    write(tmp_path, range(6, 8), resumed_step=5)
-    assert file.read_bytes() == data and scalars(tmp_path).keys() == {1, 2, 6, 7}
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_only_process_0_writes(tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ def test_a_peak_is_known_by_the_whole_name_of_the_device():
 
 
 def at_peak(assembly):
-    return seconds_at_peak(assembly.train_step, assembly.abstract_state(), assembly.abstract_batch())
+    return seconds_at_peak(assembly.training.step, assembly.training.abstract_state, assembly.inputs.abstract_batch)
 
 
 def assembled(file, **overrides):
@@ -108,7 +108,7 @@ def known_cpu(monkeypatch):
 
 def test_seconds_at_the_peak_are_the_models_flops_over_all_devices(file, known_cpu):
     assembly = assembled(file)
-    flops = model_flops(assembly.train_step, assembly.abstract_state(), assembly.abstract_batch())
+    flops = model_flops(assembly.training.step, assembly.training.abstract_state, assembly.inputs.abstract_batch)
     assert at_peak(assembly) == pytest.approx(flops / (8 * 1e9))
     assert at_peak(assembled(file, precision="bf16")) == pytest.approx(flops / (8 * 4e9))
     half = assembled(file, **{"train.wrt": "*mlp*"})

@@ -86,7 +86,7 @@ def hooked(kind, name, place, number):
 hooked(Watch, "step", "step", lambda self, step: step)
 hooked(Watch, "batch", "batch", lambda self: self._step)
 hooked(Watch, "mark", "compile", lambda self, part: self._step if self._first and part == "data" else None)
-hooked(_Agreement, "agree", "", lambda *_: agreed.set())
+hooked(_Agreement, "agree", "", lambda self, *_: self.signal and agreed.set())
 hooked(loop, "resumed", "restore", lambda *_: 0)
 reported = {}
 fault[:] = ["compile", 0, "SIGHUP"]
@@ -164,8 +164,8 @@ def test_processes_stop_at_a_poll_that_none_has_reached(monkeypatch, other, stop
         threading.Timer(0.2, done.set).start()
     else:
         service.keys[f"{agreement.store.prefix}/polls/1"] = other
-    assert (agreement.agree(lambda: True, done) is None) == (other != "-1")
-    assert [agreement.poll() for _ in range(8)] == [stops and polls == 8 for polls in range(1, 9)]
+    assert (agreement.agree(lambda: True, done.wait) is None) == (other != "-1")
+    assert [agreement.poll() is not None for _ in range(8)] == [stops and polls == 8 for polls in range(1, 9)]
 
 
 LATE = """

@@ -90,10 +90,9 @@ def test_without_every_there_is_a_sample_at_the_end(trained, capsys):
         ("sample.every", "1.5", "sample.every"),
         ("train.eval_metrics", '["bits_per_bite"]', "did you mean bits_per_byte?"),
         ("train.eval_metrics", '["top0_accuracy"]', "train.eval_metrics"),
-        ("train.eval_metrics", '["top257_accuracy"]', "256"),
         ("train.eval_metrics", '["accuracy", "accuracy"]', "once"),
         ("data.weights", "loss_mask", 'ids = "input_ids"'),
-        ("data.ids", "input_ids", "[sample] needs the tokenizer"),
+        ("data.ids", "input_ids", "[sample] is for a GPT and text with a known data.tokenizer"),
     ],
 )
 def test_bad_keys_are_refused_before_a_run_begins(trained, capsys, key, given, fix):

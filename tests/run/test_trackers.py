@@ -11,7 +11,7 @@ from tiny_experiment import tables, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
 from jdp.base import notices
-from jdp.run.outputs import trackers
+from jdp.run.outputs import metrics as trackers
 from jdp.run.outputs.metrics import Metrics
 
 CONFIG = {"name": "tiny", "optimizer": {"lr": 0.1}, "rules": {"*/kernel": ["", "model"]}, "mesh": {"data": -1}}
@@ -33,8 +33,8 @@ def folder(tmp_path):
 
 def visit(folder, steps, *, after=0, loss=1.0, wandb="project"):
     """One process's part of a run: a row for each step."""
-    started = trackers.start(folder, CONFIG, resumed_step=after, wandb=wandb)
-    with Metrics(folder, resumed_step=after, trackers=started) as metrics:
+    started = trackers.start_tracker(folder, CONFIG, resumed_step=after, wandb=wandb)
+    with Metrics(folder, resumed_step=after, tracker=started) as metrics:
         for step in steps:
             metrics.write(step, {"loss": loss + step, "skipped": 0})
             if step % 2 == 0:
@@ -85,7 +85,7 @@ def test_wandb_offline_has_every_row_and_the_config_and_a_resumed_run_is_the_sam
     runs = logged_to_wandb(folder)
     assert len(runs) == 1, "one run over there, in two visits"
     ((known, records),) = runs.items()
-    assert json.loads((folder / trackers.FILE).read_text()) == {"wandb:team/project": known}
+    assert json.loads((folder / trackers.TRACKERS).read_text()) == {"wandb:team/project": known}
     # W&B's writer need not repeat a config that it has: there is the first visit's, and all that there are agree.
     configs = [record["optimizer"] for record in records if "optimizer" in record]
     assert configs and all(config == {"lr": 0.1} for config in configs)
@@ -98,22 +98,20 @@ def test_wandb_offline_has_every_row_and_the_config_and_a_resumed_run_is_the_sam
 class Failing:
     """A tracker that takes two rows, and fails then."""
 
-    id = "1"
-
     def __init__(self, *_):
         self.rows = 0
 
-    def write(self, step, values):
+    def log(self, values, step):
         self.rows += 1
         if self.rows > 2:
             raise RuntimeError("gone\nand more")
 
-    def close(self, exit_code):
+    def finish(self, exit_code):
         raise AssertionError
 
 
 def test_a_tracker_that_fails_is_reported_once_and_the_run_goes_on(folder, monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "WandB", Failing)
+    monkeypatch.setattr(trackers, "start_wandb", Failing)
     visit(folder, range(1, 6))
     said = capsys.readouterr().err
     assert said.count("wandb failed (gone)") == 1 and "continues without it" in said and "Traceback" not in said
@@ -125,47 +123,14 @@ def never(*_):
 
 
 def test_a_resume_does_without_a_tracker_that_cannot_start_and_a_fresh_start_is_an_error(folder, monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "WandB", never)
+    monkeypatch.setattr(trackers, "start_wandb", never)
     with pytest.raises(ValueError, match=r"train\.wandb = 'project' did not start: no such server .*WANDB_MODE"):
-        trackers.start(folder, CONFIG, wandb="project")
-    assert not (folder / trackers.FILE).exists()
-    (folder / trackers.FILE).write_text(json.dumps({"wandb:project": "1"}))
+        trackers.start_tracker(folder, CONFIG, wandb="project")
+    assert not (folder / trackers.TRACKERS).exists()
+    (folder / trackers.TRACKERS).write_text(json.dumps({"wandb:project": "1"}))
     visit(folder, range(3, 5), after=2)
     assert "wandb did not continue its run" in capsys.readouterr().err
     assert list(rows(folder, "loss")) == [3, 4]
-
-
-class Stuck:
-    """A network that never answers."""
-
-    id = "1"
-
-    def write(self, step, values):
-        time.sleep(3600)
-
-    def close(self, exit_code):
-        raise AssertionError
-
-
-def test_a_tracker_that_hangs_holds_up_neither_a_row_nor_the_end(folder, monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr(trackers, "WAITING_ROWS", 3)
-    late = trackers.BackgroundTracker(Stuck(), folder)
-    late.write(1, {"loss": 1.0})
-    late.close()
-    assert "wandb failed (still sending 0 seconds after the end)" in capsys.readouterr().err
-    behind = trackers.BackgroundTracker(Stuck(), folder)
-    for step in range(10):
-        behind.write(step, {"loss": 1.0})
-    behind.close()
-    assert "wandb failed (3 rows behind)" in capsys.readouterr().err
-
-
-def test_a_missing_package_is_said_with_the_one_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"train\.wandb needs the package wandb.*pip install 'jdp\[wandb\]'"):
-        trackers.check_installed("somewhere")
-    trackers.check_installed(None)
 
 
 TABLES = tables(

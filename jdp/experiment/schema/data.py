@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Single, Source, named
-from jdp.experiment.schema.made import Made
+from jdp.experiment.schema.make import Made
 
 
 class Ingredient(Section):
@@ -57,9 +57,6 @@ class Data(Made):
     """How documents fill a sample: end to end and cut anywhere; or whole, each with its own attention and positions."""
     length: Count = 0
     """Tokens per sample; 0 = the model's context."""
-    size: Count = 0
-    """Height and width in pixels to which images of an MLP are resized; 0 = unchanged. A ResNet or ViT uses
-    model.image_size instead."""
     heldout: PathText | None = None
     """Separate held-out set (images, features), named as in source; none = heldout_fraction of the source."""
     heldout_fraction: Part = 0.05
@@ -104,8 +101,6 @@ def words_of(source: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 BYTES, ARRAYS = "bytes", ".npz"
-OF_TEXT = ("ids", "weights", "labels", "attention_mask", "tokenizer", "packing", "length")
-"""The keys for text only."""
 
 
 class EvalSet(Section):

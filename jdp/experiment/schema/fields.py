@@ -1,7 +1,6 @@
 """The kinds of value in an experiment file, and the base of all its tables."""
 
 import keyword
-import math
 import re
 import struct
 import typing
@@ -24,23 +23,15 @@ ALL = "all"
 """Means no limit: `eval_batches = "all"`."""
 
 _MOST_SINGLE, _LEAST_SINGLE = (2 - 2**-23) * 2.0**127, 2.0**-126
+_PATTERN = 'must be a path pattern, such as "*/lora_*"'
 _MOST_INT = 2**31 - 1
 """Largest int32: counters and sizes on devices are int32."""
 
 
-LONGEST_NAME = 200
-"""Longest name of a run in characters: file systems take 255 bytes."""
-
-
 def run_name(name: str) -> str:
-    if len(name) > LONGEST_NAME:
-        raise UserError(
-            f"must have at most {LONGEST_NAME} characters because it names the run's folder, and has {len(name):,}"
-        )
-    if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):
-        raise UserError(
-            "must be letters, digits, dots, dashes and underscores, one or more, because it names the run's folder"
-        )
+    if not re.fullmatch(r"[A-Za-z0-9._=-]{1,200}", name) or name in (".", ".."):  # file systems take 255 bytes
+        rule = "must be letters, digits, dots, dashes and underscores, up to 200"
+        raise UserError(f"{rule}, because it names the run's folder")
     return name
 
 
@@ -66,12 +57,10 @@ def _whole(value: int) -> int:
 
 def _single(value: float) -> float:
     """Return the number if it is finite, non-zero and below 1 in float32 as it is in float64. Raises ValueError."""
-    kept = struct.unpack("f", struct.pack("f", value))[0] if abs(value) <= _MOST_SINGLE else math.inf
-    if math.isinf(kept) and math.isfinite(value):
-        raise UserError(f"must be a number of 32 bits, as devices compute, at most {_MOST_SINGLE:.4g}")
-    if value and abs(value) < _LEAST_SINGLE:
-        raise UserError(f"must be 0, or a number of 32 bits, as devices compute, at least {_LEAST_SINGLE:.4g}")
-    if value < 1 <= kept:
+    if value and not _LEAST_SINGLE <= abs(value) <= _MOST_SINGLE:
+        limits = f"from {_LEAST_SINGLE:.4g} to {_MOST_SINGLE:.4g}"
+        raise UserError(f"must be 0, or a number of 32 bits, as devices compute, {limits}")
+    if value < 1 <= struct.unpack("f", struct.pack("f", value))[0]:
         raise UserError("must be less than 1 in the 32 bits that devices compute in, at most 0.99999994")
     return value
 
@@ -93,10 +82,6 @@ def _source(source: Any) -> Any:
         if hub is None or hub.is_path:
             user_path(word if hub is None else hub.path)
     return source
-
-
-def _patterns(patterns: Any) -> Any:
-    return _words(patterns, 'must be a path pattern, such as "*/lora_*"')
 
 
 def _prompts(prompts: Any) -> Any:
@@ -125,21 +110,13 @@ def _bool_or_auto(value: Any) -> Any:
     return value
 
 
-def _compiler(value: Any) -> Any:
-    """Return a preset's name, or option -> value. Raises ValueError."""
-    return Compiler.of(value).value
-
-
 def _rule(entries: Any) -> Any:
     """Return a rule as tuples: ["", "model", ["data", "model"]] is ("", "model", ("data", "model"))."""
     given = list(entries) if isinstance(entries, list | tuple) else [None]
     rule = tuple(tuple(entry) if isinstance(entry, list | tuple) else entry for entry in given)
     for entry in rule:
         if not all(isinstance(axis, str) for axis in (entry if isinstance(entry, tuple) else (entry,))):
-            raise UserError(
-                'must be an array with a mesh axis for each dimension of the parameter, "" if it is not sharded, or '
-                'an array of axes, such as ["", "model"]'
-            )
+            raise UserError('must be an array with a mesh axis for each dimension ("" = none), such as ["", "model"]')
     return rule
 
 
@@ -156,12 +133,12 @@ PackageName = Annotated[str, AfterValidator(package_name)]
 RunName = Annotated[str, AfterValidator(run_name)]
 Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]
 MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
-Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_patterns)]
+Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(lambda value: _words(value, _PATTERN))]
 Prompts = Annotated[str | tuple[str, ...], PlainValidator(_prompts)]
 Batches = Annotated[int | typing.Literal["all"], PlainValidator(_batches)]
 Best = Annotated[bool | str, PlainValidator(_best)]
 BoolOrAuto = Annotated[bool | typing.Literal["auto"], PlainValidator(_bool_or_auto)]
-CompilerTable = Annotated[CompilerPreset | dict[str, Any], PlainValidator(_compiler)]
+CompilerTable = Annotated[CompilerPreset | dict[str, Any], PlainValidator(lambda value: Compiler.of(value).value)]
 Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
 
 

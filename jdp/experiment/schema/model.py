@@ -16,15 +16,15 @@ from jdp.base.errors import UserError
 from jdp.base.notices import notice_anywhere
 from jdp.base.user_path import user_path
 from jdp.experiment.keys import described_fields
-from jdp.experiment.make import with_defaults
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, Single, Whole
-from jdp.experiment.schema.made import Made
+from jdp.experiment.schema.make import Made, with_defaults
 from jdp.models.configs import GPTConfig, MLPConfig, ModelConfig
-from jdp.models.sizes import SIZES
+from jdp.models.sizes import SIZES, parameter_lower_bound, traced_layers
 
 HF = "hf:"
 """Prefix of a folder with a Hugging Face config.json, in place of the name of a size."""
 TOKENIZER = "tokenizer.json"
+MOST_PARAMETERS, MOST_TRACED = 2**50, 10_000
 Learns = Literal["text", "images", "features"]
 NEEDED: dict[Learns, tuple[str, ...]] = {
     "text": ("vocab_size", "context"),
@@ -43,21 +43,11 @@ def _config(name: str) -> ModelConfig:
     return gpt_config_from_hf(user_path(name.removeprefix(HF)))
 
 
-def _model_name(name: str) -> str:
-    if not name.startswith(HF) and name not in SIZES:
-        raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{known}'" for known in (*SIZES, f"{HF}…"))})
-    try:
-        _config(name)
-    except ValueError as error:
-        raise UserError(f"must lead to the config.json of a model that jdp builds: {error}".rstrip(".")) from None
-    return name
-
-
 class Model(Made):
     """[model]: the model to train: a named size, with any of its fields changed. Or `make`, a function of (rng,
     keywords) that returns an nnx.Module or a pytree of arrays."""
 
-    name: Annotated[str, AfterValidator(_model_name)]
+    name: str
     """Size to start from: a name, or "hf:FOLDER" for a folder with a Hugging Face config.json; the other keys change
     its fields."""
 
@@ -83,7 +73,7 @@ class Model(Made):
     @property
     def chosen(self) -> str:
         """The key that chooses the model, and its value, for messages."""
-        return f"model.name = {self.name!r}"
+        return f"model.make = {self.make!r}" if self.make else f"model.name = {self.name!r}"
 
 
 class MadeModel(Model):
@@ -106,22 +96,24 @@ class MadeModel(Model):
         """The value of `learns`."""
         return self.learns
 
-    @property
-    def chosen(self) -> str:
-        """The key that chooses the model, and its value, for messages."""
-        return f"model.make = {self.make!r}"
+
+def _unknown_name(name: str) -> str:
+    try:
+        _config(name)
+    except KeyError:
+        known = ", ".join(f"'{known}'" for known in (*SIZES, f"{HF}…"))
+        raise PydanticKnownError("literal_error", {"expected": known}) from None
+    except ValueError as error:
+        raise UserError(f"must lead to the config.json of a model that jdp builds: {error}".rstrip(".")) from None
+    return name
 
 
-class AnyModel(Model):
+class UnknownModel(Model):
     """A [model] whose name is missing or unknown: nothing else about it is reported."""
 
     model_config = ConfigDict(extra="allow")
 
-
-class RecordedModel(Model):
-    """A [model] with all fields of an "hf:" folder, as a run records it: the folder may be gone."""
-
-    name: str
+    name: Annotated[str, AfterValidator(_unknown_name)]
 
 
 def model_table(table: object) -> type[Model] | None:
@@ -139,12 +131,12 @@ def model_table(table: object) -> type[Model] | None:
     except (KeyError, ValueError):
         if not name.startswith(HF):
             return None
-        recorded = _section(HF, SIZES["gpt-nano"], RecordedModel)
+        recorded = _section(HF, SIZES["gpt-nano"])  # a run records all fields, and the folder may be gone
         return recorded if given.keys() >= recorded.model_fields.keys() - Made.model_fields.keys() else None
 
 
 @functools.cache
-def _section(name: str, config: ModelConfig, base: type[Model] = Model) -> type[Model]:
+def _section(name: str, config: ModelConfig) -> type[Model]:
     """Return the schema of a table whose keys are the fields of a configuration, with its values as the defaults."""
     kind = type(config)
     hints, described = typing.get_type_hints(kind, include_extras=True), described_fields(kind)
@@ -155,11 +147,16 @@ def _section(name: str, config: ModelConfig, base: type[Model] = Model) -> type[
     }
 
     def obey_its_own_rules(table: Model) -> Model:
-        _ = table.config  # the dataclass checks; its ValueError is the message
+        config = table.config  # the dataclass checks; its ValueError is the message
+        if (count := parameter_lower_bound(config)) > MOST_PARAMETERS:
+            raise UserError(f"No machine holds more than 10^{len(f'{count}') - 1} parameters: lower the sizes")
+        if (layers := traced_layers(config)) > MOST_TRACED:
+            rule = f"A model has at most {MOST_TRACED:,} layers that are compiled separately"
+            raise UserError(f"{rule}; given {layers:,}: lower them{', or set scan = true' * hasattr(config, 'scan')}")
         return table
 
     rules: Any = {"obey_its_own_rules": model_validator(mode="after")(obey_its_own_rules)}
-    return create_model(f"Model {name}", __base__=base, __validators__=rules, **fields)
+    return create_model(f"Model {name}", __base__=Model, __validators__=rules, **fields)
 
 
 def _limited(hint: Any) -> Any:
@@ -178,9 +175,9 @@ def take_tokenizer(table: dict[str, Any]) -> None:
     """Set `data.tokenizer`, unless given, to the tokenizer in the model's folder, and report it."""
     model, data = table.get("model"), table.get("data", {})
     name = model.get("name") if isinstance(model, dict) else None
-    if not isinstance(name, str) or not name.startswith(HF) or not isinstance(data, dict) or "tokenizer" in data:
+    if not isinstance(name, str) or not name.startswith(HF) or not isinstance(data, dict):
         return
-    if data.get("make", NONE) != NONE:
+    if "tokenizer" in data or data.get("make", NONE) != NONE:
         return
     folder, has_tokenizer = name.removeprefix(HF).rstrip("/"), False
     with contextlib.suppress(ValueError, OSError):  # reading the model reports problems of the folder

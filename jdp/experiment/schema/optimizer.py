@@ -1,12 +1,11 @@
 """The tables [loss] and [optimizer]: the loss, and the update rule with its learning rate over the run."""
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from jdp.experiment.schema.fields import Count, Decay, Fraction, Single
-from jdp.experiment.schema.made import Made
+from jdp.experiment.schema.make import Made
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "adamw": ("b1", "b2", "eps", "weight_decay"),
@@ -23,17 +22,11 @@ USED_BY: dict[str, tuple[str, ...]] = {
 """Optimizer -> the keys that it reads. Others are refused, because the file would not describe the run."""
 
 
-READ_BY_SOME = {key for keys in USED_BY.values() for key in keys}
-"""Keys that some optimizers read. The other keys apply to all: jdp makes the rate, averages and clips."""
-
-
 class Optimizer(Made):
     """[optimizer]: the update rule and its learning rate over the run. Or `make`, a function of (schedule, keywords)
     that returns an optax.GradientTransformation; schedule is the learning rate by step."""
 
-    _shared: ClassVar[tuple[str, ...]] = (
-        *("lr", "warmup_steps", "schedule", "final_lr_fraction", "ema_decay", "clip_norm"),
-    )
+    _shared: ClassVar = ("lr", "warmup_steps", "schedule", "final_lr_fraction", "ema_decay", "clip_norm")
     _arguments: ClassVar[tuple[str, ...]] = ("schedule",)
 
     name: Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"] = "adamw"
@@ -67,23 +60,6 @@ class Optimizer(Made):
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
 
-def unused(optimizer: Optimizer) -> Iterator[str]:
-    """Yield a line for each key that is set although this optimizer or schedule does not read it."""
-    for key in sorted(READ_BY_SOME.difference(USED_BY[optimizer.name])):
-        value, default = getattr(optimizer, key), Optimizer.model_fields[key].default
-        if value != default:
-            users = ", ".join(name for name, keys in USED_BY.items() if key in keys)
-            yield (
-                f"optimizer.{key} is not used by {optimizer.name}, only by {users}; given {value}: "
-                f"remove it (or {key} = {default}), or change optimizer.name"
-            )
-    if optimizer.schedule == "constant" and optimizer.final_lr_fraction:
-        yield (
-            f"optimizer.final_lr_fraction is not used by the constant schedule; given {optimizer.final_lr_fraction}: "
-            "remove it (or final_lr_fraction = 0.0), or choose cosine or linear"
-        )
-
-
 class LossTable(Made):
     """[loss]: the loss to minimise, by default the cross-entropy of the next token or the class. Or `make`, a function
     of (model, batch, rng, keywords) that returns a jdp.Loss."""
@@ -94,11 +70,6 @@ class LossTable(Made):
     metrics: tuple[str, ...] = ()
     """With make: names in jdp.Loss.metrics for early stopping and the best checkpoint. Larger is better for names that
     end in "accuracy", smaller for all others."""
-
-    @property
-    def measured(self) -> tuple[str, ...] | None:
-        """Names of its own metrics; None for the model's usual loss."""
-        return self.metrics if self.make else None
 
     @property
     def chosen(self) -> str:

@@ -1,24 +1,43 @@
-"""The tables [train], [sample] and [guard]: the course of a run, its outputs, and its checks."""
+"""The tables [train], [sample] and [guard]: the course of a run, its evaluations and outputs, and its checks."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
-from jdp.experiment.schema.evaluate import EvalMetrics
-from jdp.experiment.schema.fields import (
-    Address,
-    Batches,
-    Best,
-    Count,
-    PathText,
-    Patterns,
-    Positive,
-    Prompts,
-    Section,
-)
-from jdp.experiment.schema.model import Model
-from jdp.models.configs import GPTConfig
+from jdp.base.errors import UserError
+from jdp.base.toml import cut
+from jdp.base.words import nearest
+from jdp.experiment.schema.fields import Address, Batches, Best, Count, PathText, Patterns, Positive, Prompts, Section
+
+OF_TEXT = PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
+ACCURACY = "accuracy"
+_TOP = re.compile(r"top([1-9][0-9]{0,8})_accuracy")
+_RULE = 'must be an array of "perplexity", "bits_per_byte", "accuracy", "top5_accuracy" (or another number)'
+
+
+def _metrics(metrics: Any) -> Any:
+    names = [metrics] if isinstance(metrics, str) else metrics
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise UserError(_RULE)
+    known = (*OF_TEXT, ACCURACY, "top5_accuracy")
+    for name in names:
+        if name not in known and not _TOP.fullmatch(name):
+            raise UserError(f"{_RULE}; it has {cut(repr(name))}{nearest(name, known)}")
+    if len({*names}) < len(names):
+        raise UserError("must name each metric once")
+    return tuple(names)
+
+
+EvalMetrics = Annotated[tuple[str, ...], PlainValidator(_metrics)]
+
+
+def tops(metrics: Sequence[str]) -> dict[str, int]:
+    """Return the k of each top-k accuracy among the metrics: name -> k."""
+    matches = {name: _TOP.fullmatch(name) for name in metrics}
+    accuracy = {ACCURACY: 1} if ACCURACY in metrics else {}
+    return accuracy | {name: int(match[1]) for name, match in matches.items() if match}
 
 
 class Train(Section):
@@ -69,29 +88,11 @@ class Train(Section):
     export."""
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of the weights in the export; none = that of the Hugging Face model in train.init_from, else fp32."""
-    max_skips_in_a_row: Positive = 10
-    """Stop after this many consecutive steps skipped because gradients or updates were not finite."""
 
     @property
     def best_metric(self) -> str:
         """The metric for the best checkpoint and early stopping."""
         return self.keep_best if isinstance(self.keep_best, str) else "eval_loss"
-
-    def export_problems(self, model: Model) -> Iterator[str]:
-        """Yield why the model cannot be exported."""
-        if self.export is None:
-            if self.export_dtype is not None:
-                yield f"train.export_dtype is for train.export; given {self.export_dtype!r}: add that, or remove it"
-            return
-        if not isinstance(config := model.config, GPTConfig):
-            yield f"train.export is for a GPT; {model.chosen} is not one: remove the key"
-            return
-        from jdp.checkpoint.safetensors.hugging_face_config import check_written  # late: Orbax takes a second
-
-        try:
-            check_written(config)
-        except ValueError as error:
-            yield f'train.export = "hf" is for models that transformers has: remove the key. {error}'
 
 
 class Sample(Section):

@@ -1,1 +1,1 @@
-"""Outputs of a run: `metrics.py` and `trackers.py`, the `terminal.py`, and the `profiler.py`'s traces."""
+"""Outputs of a run: `metrics.py`, `samples.py`, the `terminal.py`, and the `profiler.py`'s traces."""

@@ -1,4 +1,4 @@
-"""Metrics of a run on disk: `metrics.jsonl` for programs, TensorBoard events for people; written by process 0 only.
+"""Metrics of a run: `metrics.jsonl` for programs, TensorBoard events and W&B for people; written by process 0 only.
 
 `metrics.jsonl` has one JSON object a line: {"step": 10, "time": 1718000000.1, "loss": 2.3, ...}, flushed as written.
 JSON has no NaN and no infinity: such a value is null, and its text under "nonfinite", as in
@@ -9,28 +9,38 @@ rows that an earlier process wrote for them. Each visit has its own event file, 
 TensorBoard forget those steps in older files (`purge_step` of its writers). If the checkpoint of s precedes its
 evaluation, each visit that resumes there evaluates again: `replace_evaluation` keeps only one of the rows. The
 half-written last row of a killed writer is dropped.
+
+Weights & Biases (optional) gets a copy of the rows. The folder's trackers.json has its name for this run, so a resumed
+run continues the same curves. It starts before the first step, and a failure then is an error. A later failure is
+reported once, and the run continues with its local files. The package is imported only on request.
 """
+
+from __future__ import annotations
 
 import contextlib
 import importlib
 import json
 import math
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from jdp.base.errors import UserError
 from jdp.base.notices import warn
-from jdp.run.outputs.trackers import BackgroundTracker
 
 JSONL = "metrics.jsonl"
 EVENTS = "events"
 """TensorBoard files are EVENTS.out.tfevents.*"""
+TRACKERS, SAMPLES = "trackers.json", "samples"
+"""The file with the runs' names in W&B, and the folder of [sample]."""
 
 
 class Metrics:
@@ -44,11 +54,11 @@ class Metrics:
         folder: Path,
         *,
         resumed_step: int = 0,
-        trackers: Sequence[BackgroundTracker] = (),
+        tracker: Tracker | None = None,
         patiently: Callable[[Callable[[], None]], None] = lambda action: action(),
     ) -> None:
         self._speaks, self._patiently = jax.process_index() == 0, patiently
-        self._trackers = trackers
+        self._tracker = tracker
         if not self._speaks:
             return
         writer = importlib.import_module("tensorboardX.event_file_writer").EventsWriter
@@ -71,14 +81,14 @@ class Metrics:
         self._jsonl.write(row + b"\n")
         self._patiently(self._jsonl.flush)  # unwritten text stays in the buffer
         self._write_event(step, now, scalars)
-        for tracker in self._trackers:
-            tracker.write(step, scalars)
+        if self._tracker is not None:
+            self._tracker.write(step, scalars)
 
     def replace_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """Append the evaluation of the last step, replacing an earlier visit's row, if any."""
         if self._speaks:
             self._jsonl.close()
-            self._open(lambda row: row["step"] != step or not _is_evaluation(row))
+            self._open(lambda row: row["step"] != step or "loss" in row)  # a step's row has its loss
             self._purge_events_from(step)  # all of the step: the other rows are written again
             for row in read(self._file):
                 if row["step"] == step:
@@ -89,8 +99,8 @@ class Metrics:
     def close(self, exit_code: int = 0) -> None:
         """Close the files and the trackers."""
         with contextlib.ExitStack() as closing:  # all of them, even if the disk is full and each raises
-            for tracker in self._trackers:
-                closing.callback(tracker.close, exit_code)
+            if self._tracker is not None:
+                closing.callback(self._tracker.close, exit_code)
             if self._speaks:
                 closing.callback(self._event_file.close)
                 closing.callback(self._events.close)
@@ -106,9 +116,7 @@ class Metrics:
     def _open(self, stays: Callable[[Mapping[str, Any]], bool]) -> None:
         """Open the file with only the rows that stay. It is replaced in one move, so a crash loses nothing."""
         if self._file.exists():
-            fresh = self._file.with_suffix(".jsonl.new")
-            fresh.write_text("".join(json.dumps(row) + "\n" for row in _rows(self._file) if stays(row)))
-            fresh.replace(self._file)
+            replace_file(self._file, "".join(json.dumps(row) + "\n" for row in _rows(self._file) if stays(row)))
         self._jsonl = self._file.open("a+b")
 
     def _write_event(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
@@ -121,6 +129,13 @@ class Metrics:
         start = {"status": _message_types().SessionLog.START}
         self._events.write_event(self._event(wall_time=time.time(), step=step, session_log=start))
         self._events.flush()
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file, completely or not at all."""
+    fresh = file.with_name(f"{file.name}.new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(file)
 
 
 def numbers(values: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -176,6 +191,85 @@ def _metrics_of(row: Mapping[str, Any]) -> list[str]:
     return [name for name in row if name not in ("step", "time", "nonfinite")]
 
 
-def _is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Return True for the row of an evaluation; a step's row has its loss."""
-    return all(name.startswith("eval_") for name in _metrics_of(row))
+def check_installed(wandb: str | None) -> None:
+    """Check that the package of a requested tracker is installed; only process 0 needs it."""
+    if wandb is None or jax.process_index() != 0:
+        return
+    spec = find_spec("wandb")
+    if spec is None or spec.origin is None:  # W&B's folder `wandb` beside the program is not a package
+        raise UserError("train.wandb needs the package wandb, which is not installed: pip install 'jdp[wandb]'")
+
+
+def start_tracker(
+    folder: Path, config: Mapping[str, Any], *, wandb: str | None, resumed_step: int = 0
+) -> Tracker | None:
+    """Start the tracker, or continue its run; process 0 only."""
+    if wandb is None or jax.process_index() != 0:
+        return None
+    file, key, new, known = folder / TRACKERS, f"wandb:{wandb}", secrets.token_hex(4), dict[str, str]()
+    try:
+        known = TypeAdapter(dict[str, str]).validate_json(file.read_bytes() if file.exists() else "{}")
+    except ValidationError:
+        warn(f"{file} cannot be read: the trackers start new runs")
+    try:
+        run = start_wandb(folder, wandb, config, known.get(key, new))
+    except Exception as error:
+        if key in known and resumed_step:
+            warn(f"wandb did not continue its run ({_first_line(error)}): metrics are only in {folder}")
+            return None
+        raise UserError(
+            f"train.wandb = {wandb!r} did not start: {_first_line(error)} (run `wandb login`, or set "
+            "WANDB_MODE=offline, or leave train.wandb out)"
+        ) from error
+    replace_file(file, json.dumps({key: new, **known}) + "\n")
+    return Tracker(run, folder)
+
+
+class Tracker:
+    """A tracker whose exceptions end the tracking, not the run."""
+
+    def __init__(self, run: Any, folder: Path) -> None:
+        self._run, self._folder = run, folder
+        self._failed = False
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass a row on; W&B sends it from a process of its own, so a slow network delays no step."""
+        self._try(lambda: self._run.log(dict(values), step=step))
+
+    def close(self, exit_code: int = 0) -> None:
+        """End this visit in the tracker; W&B waits until its rows are sent."""
+        self._try(lambda: self._run.finish(exit_code=exit_code))
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            if not self._failed:
+                action()
+        except Exception as error:
+            self._failed = True
+            reason = _first_line(error)
+            warn(f"wandb failed ({reason}): this run continues without it, metrics are in {self._folder}")
+
+
+def start_wandb(folder: Path, project: str, config: Mapping[str, Any], known: str) -> Any:
+    """Start a run of Weights & Biases with this id, or continue it; its files are in the run's folder.
+
+    W&B accepts only increasing steps: after a resume it ignores the steps that it has, whose rows are the same.
+    """
+    import wandb
+
+    entity, _, name = project.rpartition("/")
+    return wandb.init(
+        project=name,
+        entity=entity or None,
+        name=folder.name,
+        id=known,
+        resume="allow",
+        dir=str(folder),
+        config=dict(config),
+        allow_val_change=True,  # a resumed run may have another strategy
+        settings=wandb.Settings(console="off"),  # W&B would replace stdout, which is the command's
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

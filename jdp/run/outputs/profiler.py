@@ -5,6 +5,7 @@ stops when the last step's state is ready, so the trace has only these steps. `w
 the run ends earlier, by a signal or an error.
 """
 
+import contextlib
 import re
 from pathlib import Path
 from types import TracebackType
@@ -25,15 +26,10 @@ def profiled_steps(text: str | None, of: int) -> range | None:
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?", text)
-    if match is None:
-        raise UserError(f"--profile takes FIRST:LAST, or one step; given {cut(repr(text))}: write it like 10:13")
-    first = int(match[1])
-    last = int(match[2] or first)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last <= of:
-        raise UserError(
-            f"--profile takes FIRST:LAST with 1 <= FIRST <= LAST <= train.steps = {of}; given {text!r}: name steps of "
-            "the run"
-        )
+        rule = f"--profile takes FIRST:LAST, or one step, from 1 to train.steps = {of}"
+        raise UserError(f"{rule}; given {cut(repr(text))}: write it like 10:13")
     return range(first, last + 1)
 
 
@@ -45,7 +41,7 @@ class Profile:
         self._left = range(0) if steps is None else range(max(steps[0], done + 1), steps[-1] + 1)
         self._traced: list[int] = []
         self._running = False
-        self._annotation: Any = None
+        self._annotation = contextlib.ExitStack()
         if steps is not None and not self._left:
             display.say(f"nothing to profile: step {steps[-1]} is done, this visit starts after step {done}")
         if jax.process_index() != 0:
@@ -59,15 +55,14 @@ class Profile:
             jax.profiler.start_trace(self._folder)
             self._running = True
         if self._running:
-            self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
-            self._annotation.__enter__()
+            self._annotation.enter_context(jax.profiler.StepTraceAnnotation("train", step_num=step))
         return starts
 
     def end(self, step: int, state: Any) -> bool:
         """Call after `step` is queued. Returns True if tracing ended, after waiting for the step."""
         if not self._running:
             return False
-        self._close_annotation()
+        self._annotation.close()
         self._traced.append(step)
         if step != self._left[-1]:
             return False
@@ -80,13 +75,8 @@ class Profile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._running:
-            self._close_annotation()
+            self._annotation.close()
             self._stop()
-
-    def _close_annotation(self) -> None:
-        if self._annotation is not None:
-            self._annotation.__exit__(None, None, None)
-            self._annotation = None
 
     def _stop(self) -> None:
         self._running, self._left = False, range(0)

@@ -1,4 +1,4 @@
-"""User functions in an experiment file: `make = "package.module:function"`, with keywords.
+"""User functions in an experiment file: `make = "package.module:function"`, and its keywords beside it.
 
 A file alone imports nothing: the package must be named on the command line, `--plugin package`. The keywords are
 compared with the function's signature before anything runs.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, ModelWrapValidatorHandler, PrivateAttr, ValidationInfo, model_validator
 
 from jdp.base.errors import UserError
 from jdp.base.machine import jax_has_started
 from jdp.base.toml import cut
 from jdp.base.words import nearest
+from jdp.experiment.schema.fields import NONE, Section, package_name
 
 _MOST_LINES, _MOST_FRAMES = 14, 3
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -28,11 +32,7 @@ class MakeError(UserError):
 
 
 def function_of(make: str) -> Callable[..., Any]:
-    """Import the function of "package.module:function". Call it only for a package that the user named.
-
-    Raises:
-        MakeError: the package is missing, cannot be imported, or has no such function.
-    """
+    """Import the function of "package.module:function"; only for a package that the user named."""
     name, _, attribute = make.partition(":")
     started = jax_has_started()
     try:
@@ -57,17 +57,7 @@ def function_of(make: str) -> Callable[..., Any]:
 
 
 def check_keywords(make: str, arguments: Sequence[str], keywords: Mapping[str, Any], plugin: str | None) -> None:
-    """Check that a function may be imported, and takes these keywords after jdp's arguments.
-
-    Args:
-        make: "package.module:function".
-        arguments: names of the arguments that jdp passes by position, for messages.
-        keywords: the keywords in the file.
-        plugin: the package that --plugin names.
-
-    Raises:
-        MakeError: another package, no such function, an unknown keyword, or a required one that is missing.
-    """
+    """Check that a function is in the package of --plugin, and takes these keywords after jdp's arguments."""
     package = make.partition(":")[0].partition(".")[0]
     if package != plugin:
         raise MakeError(
@@ -109,9 +99,8 @@ def _parameters(make: str, arguments: Sequence[str]) -> dict[str, inspect.Parame
     except (TypeError, ValueError):  # a builtin without a signature
         raise MakeError(f"{make} has no signature that Python can read. Wrap it in a function") from None
     positional = [name for name, each in every.items() if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-    if len(positional) < len(arguments) and not any(
-        each.kind is inspect.Parameter.VAR_POSITIONAL for each in every.values()
-    ):
+    takes_any = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in every.values())
+    if len(positional) < len(arguments) and not takes_any:
         raise MakeError(f"{make} must take {', '.join(arguments)} first; it takes {', '.join(every) or 'nothing'}")
     return {name: each for name, each in every.items() if name not in positional[: len(arguments)]}
 
@@ -124,3 +113,56 @@ def users_traceback(error: BaseException) -> str:
     frames = traceback.StackSummary.extract(iter(walked[-_MOST_FRAMES:])).format()
     lines = "".join([*frames, *traceback.format_exception_only(error)]).splitlines()
     return "\n".join(f"  {line}" for line in lines[-_MOST_LINES:])
+
+
+def _make_name(make: str) -> str:
+    module, _, function = make.partition(":")
+    if not re.fullmatch(r"[A-Za-z_]\w{0,99}", function):
+        raise UserError('must be "package.module:function"')
+    package_name(module)
+    return make
+
+
+class Made(Section):
+    """A table with jdp's own keys; or with `make`, the keys of `_shared`, and the function's keywords."""
+
+    make: Annotated[str, AfterValidator(_make_name)] | None = None
+    """"package.module:function": your function in place of jdp's; the other keys of the table are its keywords. The
+    package is imported only if --plugin names it on the command line."""
+
+    _shared: ClassVar[tuple[str, ...]] = ()
+    """jdp's keys that the table may have beside `make`."""
+    _arguments: ClassVar[tuple[str, ...]] = ()
+    """What jdp passes to the function by position."""
+    _keywords: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_keywords(cls, table: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        if not isinstance(table, Mapping) or table.get("make") in (None, NONE):
+            return handler(table)
+        given: Mapping[str, Any] = table
+        own = ("make", *cls._shared)
+        made = handler({key: value for key, value in given.items() if key in own})
+        keywords = {key: None if value == NONE else value for key, value in given.items() if key not in own}
+        assert made.make is not None
+        check_keywords(made.make, cls._arguments, keywords, info.context)
+        made._keywords.update(keywords)
+        return made
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The function's keywords, as in the file."""
+        return self._keywords
+
+    def call(self, *arguments: Any) -> Any:
+        """Call the function. Raises MakeError, with the user's own lines, if it raises an exception."""
+        assert self.make is not None
+        try:
+            return function_of(self.make)(*arguments, **self.keywords)
+        except Exception as error:
+            raise MakeError(f"{self.make} raised an exception:\n{users_traceback(error)}") from None
+
+    def written(self) -> dict[str, Any]:
+        """Return the keys of a table with `make`, as they are in the file."""
+        return {key: getattr(self, key) for key in ("make", *self._shared)} | self.keywords

@@ -1,0 +1,90 @@
+"""The rules between the keys of an experiment file: a line for each broken rule, with keys, rule, value and fix.
+
+`x` is an `Experiment`, whose module imports this one. The parts that are made from an experiment check the rest: the
+plan its [rules], the reader its columns.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from jdp.base.toml import brief
+from jdp.base.words import nearest
+from jdp.experiment.schema.model import NEEDED
+from jdp.experiment.schema.optimizer import USED_BY
+from jdp.experiment.schema.train import OF_TEXT, tops
+from jdp.models.configs import GPTConfig
+
+_READ_FOR: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("ids", "weights", "labels", "attention_mask", "tokenizer", "packing", "length"), ("text",)),
+    "mixture": ("text", "images"),
+    "augment": ("images",),
+    **dict.fromkeys(("label", "heldout"), ("images", "features")),
+}
+"""Key of [data] -> the kinds of data for which it is read."""
+_USERS = {key: [name for name, used in USED_BY.items() if key in used] for keys in USED_BY.values() for key in keys}
+"""Key of [optimizer] -> the optimizers that read it. The other keys apply to all: jdp makes the rate, and clips."""
+_TAKES = {
+    "text": 'a GPT learns text: write source = "stdlib", or name files or folders of text',
+    "images": 'a ResNet or ViT learns images: write source = "digits", "hf:imagefolder:FOLDER", or an .npz',
+    "features": 'an MLP learns vectors: write source = "features.npz", or images: "digits", "hf:imagefolder:FOLDER"',
+}
+
+
+def broken_rules(x: Any) -> Iterator[str]:
+    """Yield a line for every rule between keys that is broken."""
+    model, kinds = x.model, ", ".join(NEEDED)
+    if model.kind is None and (tables := [key for key in ("data", "loss") if getattr(x, key).make is None]):
+        yield f"{model.chosen} needs {tables[0]}.make beside it, or learns jdp's own data: model.learns = {kinds}"
+    elif model.kind and (missing := [key for key in NEEDED[model.kind] if not hasattr(model.config, key)]):
+        yield f"{model.chosen} learns {model.kind} and lacks the keywords {', '.join(missing)}: add them to it"
+    else:  # the other rules need these
+        yield from (*_unread(x), *_contradictions(x))
+
+
+def _unread(x: Any) -> Iterator[str]:
+    """Yield a line for each key that is set although nothing reads it: the file would not describe the run."""
+    kind, gpt, metrics = x.kind, isinstance(x.model.config, GPTConfig), x.train.eval_metrics
+    learns, name = f"{x.model.chosen} learns {kind}", x.optimizer.name
+    scored = kind != "own" and not x.loss.make and (gpt or kind != "text" or not tops(metrics))
+    for key, is_read, reader in [
+        *((f"data.{key}", kind in kinds, f"{' and '.join(kinds)}, and {learns}") for key, kinds in _READ_FOR.items()),
+        *((f"optimizer.{key}", name in users, f"{', '.join(users)}, not {name}") for key, users in _USERS.items()),
+        ("optimizer.final_lr_fraction", x.optimizer.schedule != "constant", "the schedules cosine and linear"),
+        ("data.heldout", not x.data.mixture, "one source, not [data.mixture.NAME]"),
+        ("data.field", x.data.ids is None, "text and arrays, not data.ids"),
+        ("eval", not x.data.make, "data that jdp reads, not data.make"),
+        ("loss.metrics", x.loss.make, "loss.make"),
+        ("sample", gpt and kind == "text" and x.data.knows_text, "a GPT and text with a known data.tokenizer"),
+        ("train.eval_metrics", scored, "jdp's own losses, which are cross-entropies"),
+        ("train.eval_metrics", kind == "text" or not {*OF_TEXT} & {*metrics}, f"text ({', '.join(OF_TEXT)})"),
+        ("train.export", gpt, "a GPT"),
+        ("train.export_dtype", x.train.export, "train.export"),
+        ("train.stop_after", x.train.eval_every, "evaluations during training: set train.eval_every"),
+        ("wire", x.partitioning != "auto", 'partitioning = "manual", where jdp sends'),
+    ]:
+        *path, last = key.split(".")
+        table = functools.reduce(getattr, path, x)
+        value = getattr(table, last)
+        if not is_read and value != type(table).model_fields[last].default:
+            shown, given = (f"[{key}]", "") if isinstance(value, BaseModel | dict) else (key, f"; given {brief(value)}")
+            yield f"{shown} is for {reader}{given}: remove it"
+
+
+def _contradictions(x: Any) -> Iterator[str]:
+    """Yield a line for each value that does not go with another one."""
+    data, train, config, known = x.data, x.train, x.model.config, x.eval_metrics
+    if x.kind != "own" and (data.source is None) != bool(data.mixture):
+        yield 'data.source and [data.mixture.NAME] exclude each other: give one of them (or source = "none")'
+    if x.kind != "own" and (word := "digits" if x.kind == "text" else "stdlib") in data.sources:
+        yield f"data.source must fit {x.model.chosen}; given {word!r}, and {_TAKES[x.kind]}"
+    if x.kind == "text" and data.length > config.context:
+        yield f"data.length = {data.length} must be at most model.context = {config.context}: lower it, or raise that"
+    if twice := [metric for metric in known if known.count(metric) > 1]:
+        yield f"{twice[0]} is a metric of two evaluations: rename a table of [data.mixture] or [eval]"
+    if (best := train.best_metric) not in known:
+        yield f"train.keep_best = {best!r} must be a metric of evaluations, {', '.join(known)}{nearest(best, known)}"
+    if (warmup := x.optimizer.warmup_steps) > train.steps:
+        yield f"optimizer.warmup_steps = {warmup} must be at most train.steps = {train.steps}: lower it, or raise that"

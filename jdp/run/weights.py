@@ -1,0 +1,258 @@
+"""The weights that a run starts from (`train.init_from`), and those that it exports at its end (`train.export`).
+
+Initial weights are of another run, a checkpoint or a safetensors file.
+
+1. Check the path before anything is written.
+2. Read parameters and model state onto the state's shardings. Missing LoRA parameters keep their initial values.
+3. Make the optimizer's state for these weights; averaged parameters start from them.
+
+The export is the folder `export`, for `transformers` and `jdp generate`.
+
+1. It has the state of the best checkpoint, else the last, with averaged parameters if the run has them; LoRA's updates
+   are added.
+2. It is written to `.export.new` beside the target, with the config keys of its original Hugging Face model, and moved
+   when complete. Its `jdp.json` names the step. A finished run exports nothing twice; a continued run replaces the
+   earlier export.
+3. It has the run's tokenizer, with the tokens that begin and end a text in the files of `transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdp.base.tree_paths import path_of
+from jdp.base.user_path import PathError, user_path
+from jdp.checkpoint import CheckpointError, Checkpoints, restore_params
+from jdp.checkpoint.errors import on_first_process
+from jdp.checkpoint.safetensors import files
+from jdp.checkpoint.safetensors.config_table import read_json, write_json
+from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names
+from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
+from jdp.checkpoint.safetensors.hugging_face_config import check_written, differences, read
+from jdp.checkpoint.safetensors.lora import merge_lora
+from jdp.checkpoint.safetensors.names import Names
+from jdp.checkpoint.safetensors.transfer import GENERATION, export_hf, import_safetensors
+from jdp.core.cluster.barrier import from_every_process
+from jdp.core.plan import Plan
+from jdp.core.state import TrainState, trained_part
+from jdp.core.types import PyTree
+from jdp.core.update.optimizer_checks import first_state
+from jdp.data.text.tokenizers import BESIDE, BYTES, byte_tokenizer, open_tokenizer
+from jdp.data.text.tokenizers import FILE as TOKENIZER
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import ExperimentError
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.model import HF
+from jdp.experiment.schema.train import Train
+from jdp.models.configs import GPTConfig
+from jdp.run.folder import EXPORT, EXPORTED
+from jdp.run.progress import Progress
+
+LORA = ("*lora_*",)
+"""Parameters that only a model with LoRA has."""
+SAFETENSORS = ".safetensors"
+_IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
+"""Files that identify a folder of safetensors."""
+MARK = Path(EXPORTED).name
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: None}
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """The weights that a run starts from: `train.init_from`.
+
+    Attributes:
+        train: the table with their keys.
+        place: a run, a checkpoint, a safetensors file or a folder of them.
+    """
+
+    train: Train
+    place: Path
+
+    @staticmethod
+    def of(train: Train) -> InitialWeights | None:
+        """Return the weights of train.init_from, if it is set."""
+        return None if train.init_from is None else InitialWeights(train, user_path(train.init_from))
+
+    def check(self, config: Any) -> None:
+        """Check that the weights exist, and that the `config.json` beside each describes this model."""
+        try:
+            path = _safetensors(self.place)
+            keys = differences(path, config) if path is not None and _is_hugging_face(path, config) else []
+        except (CheckpointError, PathError) as error:
+            raise ExperimentError(f"train.init_from: {error}") from error
+        if path is not None and keys:
+            folder = path if path.is_dir() else path.parent
+            raise ExperimentError(
+                f"train.init_from has the weights of another model, by {folder / CONFIG}: set "
+                f'{", ".join(f"model.{key}" for key in keys)}; or use its whole config, model.name = "hf:{folder}"'
+            )
+
+    def load(self, state: TrainState, config: Any, plan: Plan) -> tuple[TrainState, str]:
+        """Return the state with these parameters and a new optimizer state, and a line that names them."""
+        given = self.train.init_from or ""
+        path = _safetensors(self.place)
+        read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, config)
+        before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
+        fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
+        message = f"parameters from {given}"
+        if fresh:
+            shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
+            message += f", except {len(fresh)} that it lacks and that start fresh: {shown}"
+        return _with_new_optimizer(replace(state, params=read.params, model_state=read.model_state), plan), message
+
+
+def original_folder(experiment: Experiment) -> Path | None:
+    """Return the folder of the Hugging Face model that the weights began as; None if it no longer exists."""
+    name, place = experiment.model.name, experiment.train.init_from
+    for path in map(user_path, (place, name.removeprefix(HF) if name.startswith(HF) else place) if place else ()):
+        folder = path if path.is_dir() else path.parent
+        if path.exists() and read(folder) is not None:
+            return folder
+    return None
+
+
+def _safetensors(place: Path) -> Path | None:
+    """Return the path of a safetensors file, or of a folder of them; None if it is a run or a checkpoint."""
+    if not place.exists():
+        raise ExperimentError(
+            f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {place}: "
+            "fix the path, or remove the key"
+        )
+    return place if place.suffix == SAFETENSORS or any((place / file).exists() for file in _IN_FOLDER) else None
+
+
+def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
+    """Return the state with the optimizer's initial state for these parameters."""
+    tx, trained = state.static.tx, state.static.trained
+
+    def optimizer_state(params: PyTree) -> PyTree:
+        return first_state(tx, trained_part(params, trained))
+
+    begin = jax.jit(optimizer_state, out_shardings=plan.shardings(state).opt_state)
+    return replace(state, opt_state=begin(state.params))
+
+
+def _is_hugging_face(path: Path, config: Any) -> bool:
+    """Return True if a GPT's file has Hugging Face's names, not jdp's paths such as embed/tokens."""
+    return isinstance(config, GPTConfig) and not any("/" in name for name in files.read(path))
+
+
+def names_of(path: Path, config: GPTConfig) -> Names:
+    """Return the tensors' names in a Hugging Face file; GPT-2's names if positions are learned."""
+    if config.positions != "learned":
+        return llama_names(config)
+    # the hub's own files lack the prefix that Hugging Face's library writes
+    prefixed = any(name.startswith("transformer.") for name in files.read(path))
+    return gpt2_names(config, prefix="transformer." if prefixed else "")
+
+
+def _import(path: Path, state: TrainState, config: Any) -> TrainState:
+    """Read a safetensors file by the names of its tensors. Raises ExperimentError if it does not fit."""
+    try:
+        names = names_of(path, config) if _is_hugging_face(path, config) else None
+        return import_safetensors(path, state, names=names, missing=LORA)
+    except ValueError as error:  # of another architecture too
+        raise ExperimentError(f"train.init_from: {error}") from error
+
+
+# The export.
+
+
+def check_export(folder: Path, config: Any) -> None:
+    """Raise ExperimentError if `export` in the run's folder was not made by a run, or the model cannot be exported."""
+    try:
+        check_written(config)
+    except CheckpointError as error:
+        raise ExperimentError(f"train.export is for models that transformers has: remove the key. {error}") from None
+    export = folder / EXPORT
+    if export.exists() and "step" not in _mark(export):
+        raise ExperimentError(
+            f"train.export replaces only a folder that it made; {export} has no {MARK}: move it, or remove the key"
+        )
+
+
+def _mark(export: Path) -> dict[str, Any]:
+    table = read_json(export / MARK)
+    return table if isinstance(table, dict) else {}
+
+
+def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Checkpoints, folder: Path) -> str:
+    """Export the run's model unless this is done; return a line with the folder. The state is deleted.
+
+    Every process calls this.
+    """
+    experiment, step = assembly.experiment, progress.done
+    if progress.kept is not None and progress.kept.step in saved.steps:
+        step = progress.kept.step
+    target, fresh, dtype = folder / EXPORT, folder / f".{EXPORT}.new", experiment.train.export_dtype
+    there = _mark(target)
+    if from_every_process("what was exported", f"{there.get('step')} {there.get('dtype')}")[0] == f"{step} {dtype}":
+        return f"{target} has the model of step {step}"
+    if step != progress.done:
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()  # two states may not fit
+        state, _ = saved.restore(assembly.training.abstract_state, step)
+    params, config = assembly.training.averaged(state), assembly.training.config
+    if config.lora_rank is not None:
+        params, config = merge_lora(params, config)
+    on_first_process(lambda: shutil.rmtree(fresh, ignore_errors=True))  # from a killed run
+    original, began = original_folder(experiment), experiment.train.init_from
+    export_hf(fresh, params, config, original=original, dtype=_DTYPES[dtype])
+    mark = {"name": experiment.name, "step": step, "dtype": dtype}
+    on_first_process(lambda: _complete(experiment, fresh, target, mark))
+    is_best = progress.kept is not None and progress.kept.step == step
+    best = f", the best by {experiment.train.best_metric}" if is_best else ""
+    without = "" if (target / TOKENIZER).exists() else f"; the run has no tokenizer: add a {TOKENIZER}"
+    if original is None and began is not None and not user_path(began).exists():
+        without += f"; {began} is gone, so config.json lacks the other keys of the original"
+    return f"exported the model of step {step}{best}, to {target}{without}"
+
+
+def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[str, Any]) -> None:
+    """Add the tokenizer and the mark, and move the export to its place. Only process 0 calls this."""
+    data = experiment.data
+    if experiment.kind == "text" and data.knows_text:
+        _write_tokenizer(data.tokenizer, fresh)
+        _name_tokens(data.tokenizer, fresh)
+    (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
+    old = fresh.with_name(f".{EXPORT}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        check_export(target.parent, experiment.model.config)
+        target.rename(old)
+    fresh.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_tokenizer(name: str, folder: Path) -> None:
+    """Write the run's tokenizer, with the token that ends documents, into a folder."""
+    if name == BYTES:
+        for file, table in byte_tokenizer().items():
+            (folder / file).write_text(json.dumps(table, ensure_ascii=False, indent=1), encoding="utf-8")
+        return
+    path = user_path(name)
+    file = path / TOKENIZER if path.is_dir() else path
+    shutil.copyfile(file, folder / TOKENIZER)
+    for beside in filter(Path.is_file, map(file.with_name, BESIDE)):
+        shutil.copyfile(beside, folder / beside.name)
+
+
+def _name_tokens(name: str, folder: Path) -> None:
+    """Write the tokenizer's tokens that begin and end a text into the files that `transformers` reads."""
+    tokenizer = open_tokenizer(name)
+    for file in filter(Path.is_file, (folder / CONFIG, folder / GENERATION)):
+        table, ends = read_json(file), [*tokenizer.ends]
+        named = table.get("eos_token_id")
+        if not set(ends) <= {*(named if isinstance(named, list) else [named])}:
+            table["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        if tokenizer.bos is not None:
+            table["bos_token_id"] = tokenizer.bos
+        write_json(file, table)
