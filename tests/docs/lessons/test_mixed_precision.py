@@ -1,0 +1,41 @@
+"""Bytes of each setting, what float16 loses and bfloat16 does not, and the factor that a loop finds."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from load import load
+
+import jdp
+
+lesson = load("mixed_precision")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("fp32", (4, 8, 4, 4)), ("bf16", (4, 8, 4, 2)), ("bf16, master weights too", (2, 4, 2, 2))]
+)
+def test_bytes_a_parameter(name, expected):
+    plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
+    assert lesson.bytes_a_parameter(name, plan) == pytest.approx(expected, abs=0.01)  # Adam counts its steps, too
+
+
+@pytest.mark.rest
+def test_float16_loses_small_and_large_gradients_and_bfloat16_none():
+    params = lesson.train("f4", steps=200)[0]
+    small, fits, large = (lesson.lost(params, "f2", scale) for scale in (2.0**-16, 2.0**8, 2.0**28))
+    assert small[0] > 0.5 and fits[0] < 0.01 and fits[1] == 0 and large[1] > 0.001
+    assert [lesson.lost(params, jnp.bfloat16, scale) for scale in (2.0**-16, 2.0**28)] == [(0, 0)] * 2
+
+
+def test_the_loop_skips_what_overflows_until_it_does_not():
+    params, (_, scales, finite) = lesson.train("f2", 2.0**28, True, steps=40)
+    assert not finite[0] and finite[-1] and scales[-1] < 2.0**28
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
+
+
+def test_small_updates_of_bfloat16_weights_round_away():
+    kept = {
+        dtype: lesson.train(jnp.bfloat16, kept=dtype, rate=lesson.SMALL, steps=200)[1][0]
+        for dtype in ("f4", "bfloat16")
+    }
+    learnt = {dtype: float(losses[0] - losses[-4:].mean()) for dtype, losses in kept.items()}
+    assert learnt["bfloat16"] < 0.8 * learnt["f4"]

@@ -1,0 +1,58 @@
+"""The README's table of benchmarks is the one that its command makes, and no benchmark is left out of it."""
+
+import importlib.util
+import json
+
+import pytest
+from paths import EXPERIMENTS
+
+BENCHMARKS = EXPERIMENTS / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def every():
+    """`experiments/benchmarks/all.py` as a module."""
+    spec = importlib.util.spec_from_file_location("every_benchmark", BENCHMARKS / "all.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_has_the_table_of_what_was_measured(every):
+    readme = every.README.read_text()
+    made = every.table(json.loads(every.RESULTS.read_text()))
+    assert every.with_table(readme, made) == readme, "python experiments/benchmarks/all.py --readme"
+
+
+def test_every_benchmark_is_run(every):
+    programs = {file.stem for file in BENCHMARKS.glob("*.py") if "finish(" in file.read_text()} - {"measure"}
+    assert {words[0] for words in every.RUNS} == programs
+    assert len(set(every.RUNS)) == len(every.RUNS), "no run twice"
+
+
+def test_a_new_result_takes_the_place_of_the_old_one(every, tmp_path, monkeypatch):
+    monkeypatch.setattr(every, "RESULTS", tmp_path / "results.json")
+
+    def entry(name, result, **machine):
+        machine = {"cores": 2, "load": 0.5, "jax": "0.10.2", **machine}
+        words = next(list(words) for words in every.RUNS if words[0] == name)
+        row = {"measures": "seconds", "result": result, "promised": "–", "machine": machine, "date": "2026-01-01"}
+        return {"run": words, **row}
+
+    of_before = {**entry("step_time", "0"), "run": ["dispatch", "--an-option-it-had"]}
+    every.RESULTS.write_text(json.dumps([of_before]))
+    for name, result, machine in [
+        ("peers", "2", {}),
+        ("step_time", "1", {}),
+        ("peers", "3", {"gpu": "NVIDIA H100"}),
+        ("peers", "4", {}),
+    ]:
+        every.keep(entry(name, result, **machine))
+    kept = json.loads(every.RESULTS.read_text())
+    assert [(one["run"][0], one["result"]) for one in kept] == [
+        ("step_time", "1"),
+        ("peers", "4"),
+        ("peers", "3"),
+    ]
+    assert every.table(kept).splitlines()[-1].startswith("| `peers.py` | seconds | 3 | – | NVIDIA H100, jax")

@@ -1,0 +1,113 @@
+"""The README tells the truth: its loop runs before and after the change, and its commands print what it shows."""
+
+import re
+import subprocess
+import sys
+import tomllib
+
+import jax
+import pytest
+from paths import ROOT
+from test_guides import VIRTUAL, anchors, blocks
+
+import jdp
+from jdp.cli.main import COMMANDS, main
+from jdp.experiment.file import load
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"^\$ (jdp .*)\n((?:.*\n)*?)```", README, flags=re.M)
+
+
+(SNIPPET,) = (block.text for block in blocks(README) if block.language == "python")
+(DIFF,) = (block.text for block in blocks(README) if block.language == "diff")
+
+
+def test_it_is_one_screen():
+    assert len(README.split()) <= 1000
+
+
+def after_snippet():
+    """The snippet's names after it ran as it is pasted."""
+    assert SNIPPET.count("\n") <= 30
+    names = {}
+    exec(SNIPPET.replace(VIRTUAL, "assert jax.device_count() == 8"), names)  # here they have started
+    return names
+
+
+@pytest.mark.parametrize("word", ["ddp", "zero1", "zero2", "zero3"])
+def test_snippet_and_changed_loop_learn(word):
+    """The snippet as pasted, and the loop before and after the change, learn ten classes of one row each, from 2.3."""
+    assert DIFF.count('"zero3"') == SNIPPET.count('"zero3"') == 1
+    lines = DIFF.replace("zero3", word).splitlines()
+    names = after_snippet()
+    before, after = (dict(names) for _ in range(2))
+    exec("\n".join(line[1:] for line in lines if line[:1] != "+"), before)
+    exec("\n".join(line[1:] for line in lines if line[:1] != "-"), after)
+    assert 0 < float(names["metrics"]["loss"]) < 0.5
+    assert 0 < float(before["loss"]) < 0.5
+    assert 0 < float(after["metrics"]["loss"]) < 0.5
+    assert str(after["plan"].strategy) == word
+
+
+@pytest.mark.rest
+@pytest.mark.aot
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command.split()[1] for command, _ in SHOWN])
+def test_commands_print_what_is_shown(command, shown):
+    """Some of their lines, as they stand; rounding, which differs between processors, without its numbers."""
+    done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    real = done.stdout.splitlines()
+    for line in shown.splitlines():
+        assert line in real or ("difference" in line and form(line) in map(form, real))
+
+
+@pytest.mark.rest
+def test_training_prints_what_is_shown(tmp_path, monkeypatch, capsys):
+    """Its first two commands; the numbers are of a whole run, of which this is the form."""
+    block = next(block.text for block in blocks(README) if block.text.startswith("step"))
+    small = "--train.steps 2 --train.log_every 1 --train.batch_size 8 --train.eval_batches 1 --model.layers 1"
+    command = f"train {ROOT}/experiments/quickstart.toml --run-dir {tmp_path} --devices none {small}"
+    assert main([*command.split(), "--optimizer.warmup_steps", "1", "--model.width", "16", "--model.heads", "2"]) == 0
+    printed = {form(line) for line in capsys.readouterr().out.splitlines()}
+    shown = block.replace("runs/quickstart", str(tmp_path / "quickstart")).splitlines()
+    assert {form(line) for line in (*shown[:3], *shown[-3:])} <= printed
+
+
+def form(line):
+    """The line's words without its numbers."""
+    return tuple(re.findall(r"[a-z_]+", re.sub(r"\d[\d.e+/-]*k?", " ", line)))
+
+
+def test_its_picture_says_what_it_shows():
+    ((described, file),) = re.findall(r"!\[(.*?)\]\((.*?\.svg)\)", README)
+    drawn = (ROOT / file).read_text(encoding="utf-8")
+    assert described == re.search("<title>(.*?)</title>", drawn)[1]
+    assert "prefers-color-scheme: dark" in drawn
+
+
+@pytest.mark.rest
+@pytest.mark.aot
+def test_its_picture_is_made_again(tmp_path):
+    """By its program, from the compiled steps; labels are text, apart from one another."""
+    subprocess.run(
+        [sys.executable, "experiments/pictures.py", str(tmp_path)], cwd=ROOT, check=True, capture_output=True
+    )
+    drawn = (tmp_path / "memory.svg").read_text(encoding="utf-8")
+    assert drawn == (ROOT / ".github" / "pictures" / "memory.svg").read_text(encoding="utf-8")
+    assert "mathdefault" not in drawn
+
+
+def test_commands_extras_and_links_exist():
+    assert {command.split()[1] for command, _ in SHOWN} == {"plan", "verify", "prove"}
+    assert set(re.findall(r"\bjdp (\w+) (?:experiments|runs)/", README)) <= COMMANDS.keys()
+    for file in re.findall(r"experiments/\w+\.toml", README):
+        load(ROOT / file)
+    for linked in re.findall(r"\]\((\S+?)\)", README):
+        page, _, place = linked.partition("#")
+        to = ROOT / (page or "README.md")
+        assert to.exists(), linked
+        assert not place or place in anchors(to.read_text(encoding="utf-8")), linked
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"\.\[(\w+)\]", README)) <= extras.keys()
+    assert set(re.findall(r"`jdp\.(\w+)", README)) <= {*jdp.__all__}
+    assert jax.device_count() == 8

@@ -1,0 +1,173 @@
+"""The site is built from the repository without a warning, its links lead somewhere, and its pages work offline."""
+
+import importlib
+import inspect
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+import time
+from html import unescape
+from types import ModuleType
+
+import pytest
+from chromium import MISSING, Chromium, find_chromium
+from paths import ROOT
+
+import jdp
+
+PUBLIC = ("jdp", "jdp.checkpoint", "jdp.data", "jdp.export", "jdp.guard", "jdp.models", "jdp.prove")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """What the command in CONTRIBUTING.md writes; `--strict`: a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = ["mkdocs", "build", "--strict", "-f", ".ci/site/mkdocs.yml", "-d", str(folder)]
+    built = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-4000:]
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.rest
+def test_every_link_of_the_site_leads_somewhere(site):
+    pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
+    files = {path.relative_to(site).as_posix() for path in site.rglob("*")}
+    assert len(pages) > 20
+    assert list(dangling(pages, files)) == []
+
+
+@pytest.mark.rest
+def test_every_page_is_in_the_contents_and_its_code_in_blocks(site):
+    """A guide has its own line there, not that of its section; a fence that is shown is a block that is none."""
+    contents = (site / "index.html").read_text().partition("md-nav--primary")[2].partition("md-sidebar--secondary")[0]
+    entry = re.compile(r'<a href="([^"]+)" class="md-nav__link.*?md-ellipsis">\s*(.*?)\s*<', flags=re.S)
+    listed = dict(entry.findall(contents))
+    assert listed["jdp/models/index.html"] == "Models"
+    for page in site.rglob("*.html"):
+        assert page.name == "404.html" or page.relative_to(site).as_posix() in listed
+        assert "```" not in page.read_text(), page
+
+
+def dangling(pages, files):
+    """Yield the links to a file of the site, or to a place on a page, that is not there."""
+    folders = {posixpath.dirname(name) or "." for name in pages}
+    anchors = {name: {"", "__top", *re.findall(r'\bid="([^"]+)"', text)} for name, text in pages.items()}
+    for name, text in pages.items():
+        for link in sorted({*re.findall(r'\b(?:href|src)="([^"$]+)"', text)}):
+            file, _, anchor = unescape(link).partition("#")
+            to = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
+            to = posixpath.normpath(f"{to}/index.html") if to in folders else to
+            there = anchor in anchors[to] if to in pages else to in files
+            if name != "404.html" and not re.match(r"https?:|data:", link) and not there:
+                yield f"{name} links to {link}"
+
+
+def test_a_link_that_leads_nowhere_is_found():
+    pages = {"a/a.html": '<a href="b.html#two"></a><a href="#x"></a><a id="x" href="../c.py"></a>', "a/b.html": ""}
+    assert list(dangling(pages, {"d.py"})) == ["a/a.html links to ../c.py", "a/a.html links to b.html#two"]
+
+
+@pytest.mark.rest
+def test_the_reference_has_every_public_name(site):
+    """By task, with arguments; without members that only jdp calls."""
+    pages = {page.stem: page.read_text() for page in (site / "reference").glob("*.html")}
+    assert {"plan", "state", "step", "data", "checkpoints", "foresight"} <= {*pages}
+    text = "".join(pages.values())
+    headings = [unescape(re.sub(r"<[^>]+>", "", title)) for title in re.findall(r"<h2.*?</h2>", text, flags=re.S)]
+    words = [word for heading in headings for word in re.split(r"[\s¶`]+", heading)]
+    for module in map(importlib.import_module, PUBLIC):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if isinstance(value, ModuleType | str):
+                continue
+            assert words.count(f"{module.__name__}.{name}") == 1 or getattr(jdp, name, None) is value, name
+            if inspect.isfunction(value):
+                *_, part = text.partition(f'id="{value.__module__}.{value.__qualname__}"')
+                for parameter in inspect.signature(value).parameters:
+                    assert re.search(rf"<code>{parameter}</code>", part), (name, parameter)
+    assert 'id="jdp.core.plan.Plan.placements"' in text
+    assert 'id="jdp.core.plan.Plan.state_placements"' not in text
+    assert 'id="jdp.core.step.Step.jitted"' not in text
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(find_chromium() is None, reason=MISSING)
+def test_pages_open_without_errors_and_load_nothing_from_elsewhere(site):
+    with Chromium() as browser:
+        for page in ("index", "jdp/core/index", "jdp/guard/errors", "reference/step", "experiments/lessons/index"):
+            browser.open(site / f"{page}.html")
+            assert browser.errors == []
+            assert [
+                request for request in browser.requests if not request.startswith(("file:", "data:", "blob:"))
+            ] == []
+            assert browser.evaluate("document.querySelector('.md-nav--primary').innerText.includes('Reference')")
+            assert browser.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
+            assert page != "index" or found(browser, "zero3") > 3
+
+
+def found(browser, word):
+    """Search the site for a word, and return the number of results on display."""
+    browser.evaluate("document.querySelector('#__search').click()")
+    typed = "new KeyboardEvent('keyup', {bubbles: true})"
+    browser.evaluate(f"field = document.querySelector('.md-search__input'); field.value = '{word}'; field.focus()")
+    until = time.monotonic() + 30
+    while not (count := browser.evaluate("document.querySelectorAll('.md-search-result__item').length")):
+        assert time.monotonic() < until
+        browser.evaluate(f"field.dispatchEvent({typed}), null")
+        time.sleep(0.2)
+    return count
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_names_in_docstrings_exist(module):
+    """`jdp.…`, `Class.…` and `file.py` in the docstrings of public names."""
+    assert list(unresolved(importlib.import_module(module))) == []
+
+
+def unresolved(module):
+    public = {each: getattr(module, each) for each in getattr(module, "__all__", ())}
+    documented = {module.__name__: module, **public}
+    for value in list(public.values()):
+        if inspect.isclass(value):
+            documented |= {f"{value.__name__}.{each}": one for each, one in vars(value).items() if each[0] != "_"}
+    for where, value in documented.items():
+        for word in re.findall(r"`([\w./]+)(?:\(.*?\))?`", inspect.getdoc(value) or ""):
+            if not is_there(word):
+                yield f"the docstring of {where} names `{word}`"
+
+
+def is_there(word):
+    """Return False for a name of jdp's, or a file, that does not exist; True for all other words."""
+    if word.endswith(".py"):
+        return any(path.as_posix().endswith(f"/{word}") for path in ROOT.rglob("*.py"))
+    first, *rest = word.split(".")
+    if first == "jdp":
+        return reached(jdp, rest)
+    is_class = first[:1].isupper() and first in jdp.__all__
+    return not rest or not is_class or reached(getattr(jdp, first), rest)
+
+
+def reached(value, names):
+    """Return whether attributes, modules or fields of these names lead on from a value."""
+    for name in names:
+        if isinstance(value, ModuleType) and not hasattr(value, name):
+            try:
+                value = importlib.import_module(f"{value.__name__}.{name}")
+            except ModuleNotFoundError:
+                return False
+        elif hasattr(value, name):
+            value = getattr(value, name)
+        else:
+            return name in getattr(value, "__annotations__", {})
+    return True
+
+
+def test_names_that_do_not_exist_are_found():
+    wrong = "See `jdp.Plans`, `Plan.offloads`, `jdp/core/nothing.py`, `jdp.core.init.train_state`, `any.word`."
+    missing = [re.search("`(.*)`", each)[1] for each in unresolved(ModuleType("invented", wrong))]
+    assert missing == ["jdp.Plans", "Plan.offloads", "jdp/core/nothing.py"]
+    good = "`jdp.core.init` `jdp.guard.check_replicas(state)` `Plan.placements` `Step.partitioning` `placement.py`"
+    assert list(unresolved(ModuleType("invented", good))) == []

@@ -1,0 +1,77 @@
+"""Losses that compare examples: right on every mesh, with the gradient that one device has."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+
+MESHES = {1: (1, 1), 4: (1, 4), 8: (2, 4)}
+
+
+def plan_of(devices, strategy="ddp"):
+    replica, data = MESHES[devices]
+    return jdp.Plan(
+        jdp.make_mesh(replica=replica, data=data, devices=jax.devices()[:devices]), strategy, min_shard_size=0
+    )
+
+
+def init(rng):
+    image, text = jax.random.split(rng)
+    return {"image": jax.random.normal(image, (6, 8)), "text": jax.random.normal(text, (5, 8))}
+
+
+def clip(params, batch, rng):
+    """Contrast each image with all texts (CLIP, Radford et al. 2021, arXiv:2103.00020)."""
+    image, text = (batch[name] @ params[name] for name in ("image", "text"))
+    texts, own = jdp.gather_rows(text)
+    images, _ = jdp.gather_rows(image)
+    nll = optax.softmax_cross_entropy_with_integer_labels(image @ texts.T, own)
+    nll += optax.softmax_cross_entropy_with_integer_labels(text @ images.T, own)
+    return jdp.Loss(total=nll.sum(), weight=jnp.float32(len(own)))
+
+
+def batch_of(rows=16):
+    random = np.random.default_rng(0)
+    return {"image": random.normal(size=(rows, 6)).astype("f"), "text": random.normal(size=(rows, 5)).astype("f")}
+
+
+def losses(loss_fn, plan, **settings):
+    state = jdp.init_state(init, optax.sgd(0.05), plan, rng=jax.random.key(0))
+    step, found = jdp.make_train_step(loss_fn, plan, **settings), []
+    for _ in range(3):
+        state, metrics = step(state, batch_of())
+        found += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    return step, found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return losses(clip, plan_of(1))[1]
+
+
+@pytest.mark.parametrize(
+    ("partitioning", "devices", "strategy"),
+    [("manual", 8, "zero1"), ("manual", 8, "zero3"), (None, 4, "ddp"), (None, 8, "zero2")],
+)
+@pytest.mark.default_ids("manual-8-zero3", "None-4-ddp")
+def test_in_batch_negatives_are_those_of_the_whole_batch(alone, partitioning, devices, strategy):
+    step, found = losses(clip, plan_of(devices, strategy), partitioning=partitioning)
+    assert step.partitioning == (partitioning or "auto")
+    np.testing.assert_allclose(found, alone, rtol=2e-5)  # sums of 16 rows in another order, three steps long
+
+
+def test_a_loss_is_refused_that_mixes_without_it_or_gathers_where_it_cannot():
+    def without(params, batch, rng):
+        image, text = (batch[name] @ params[name] for name in ("image", "text"))
+        nll = optax.softmax_cross_entropy_with_integer_labels(image @ text.T, jnp.arange(len(text)))
+        return jdp.Loss(total=nll.sum(), weight=jnp.float32(len(text)))
+
+    with pytest.raises(ValueError, match="must be a sum over rows"):
+        losses(without, plan_of(4), partitioning="manual")
+    with pytest.raises(ValueError, match=r"accumulate=2 calls the loss on 2.*calls jdp\.gather_rows"):
+        losses(clip, plan_of(4), accumulate=2, check_loss=False)
+    rows, own = jdp.gather_rows(jnp.ones((3, 2)))
+    assert rows.shape == (3, 2) and own.tolist() == [0, 1, 2]

@@ -1,0 +1,158 @@
+"""The programs of `experiments/loops`: on four devices, under every strategy, each learns what one device learns.
+
+Tolerances: a loss is of order 1 to 10 and the same sum in another order, 1e-6 of it a step; parameters are compared
+within 2e-6, as Adam divides by small numbers. Every parameter ends where the plan says, as it began.
+"""
+
+import functools
+import importlib
+import runpy
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from paths import EXPERIMENTS
+
+import jdp
+
+LOOPS = EXPERIMENTS / "loops"
+STORIES = sorted({path.stem for path in LOOPS.glob("*.py")} - {"story", "tfrecord_files"})
+ALIKE = [name for name in STORIES if name != "diloco"]  # whose devices learn what one does
+FED = ("grain_loader", "tfrecords", "torch_loader")
+"""Those whose data other libraries read."""
+
+
+def story(name):
+    """Import a program; its folder is on the path, as it is when Python runs it."""
+    if str(LOOPS) not in sys.path:
+        sys.path.append(str(LOOPS))
+    if name == "torch_loader":
+        pytest.importorskip("torch")
+    return importlib.import_module(name)
+
+
+def plan_on(devices, strategy="ddp"):
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=0)
+
+
+@functools.cache
+def on_one_device(name):
+    return jax.device_get(story(name).train(plan_on(1)))
+
+
+def check_same(found, expected):
+    (measured, models), (its_measured, its_models) = jax.device_get(found), expected
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=2e-6), measured, its_measured)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=2e-6), models, its_models)
+
+
+def each_model(models):
+    """The models of a program: nnx states, or pytrees of arrays."""
+    return models if isinstance(models, tuple) else (models,)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.default_ids("grain_loader-zero3", "private-ddp")
+def test_four_devices_learn_what_one_learns(name, strategy):
+    plan = plan_on(4, strategy)
+    found = story(name).train(plan)
+    check_same(found, on_one_device(name))
+    for model in each_model(found[1]):
+        placed = jdp.place(model, plan)
+        for leaf, expected in zip(jax.tree.leaves(model), jax.tree.leaves(placed), strict=True):
+            assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
+        sharded = [not leaf.is_fully_replicated for leaf in jax.tree.leaves(model)]
+        assert any(sharded) == (strategy != "ddp")
+
+
+def test_a_program_runs_from_the_command_line(monkeypatch, capsys):
+    story("array_metrics")
+    monkeypatch.setattr(sys, "argv", ["array_metrics.py", "zero2"])
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # the devices have started
+    runpy.run_path(str(LOOPS / "array_metrics.py"), run_name="__main__")
+    first, *steps = capsys.readouterr().out.split("step ")
+    assert first.startswith("zero2 on data=8 cpu devices")
+    assert len(steps) == 3
+    assert "'confusion': array([[" in steps[0]
+
+
+@pytest.mark.rest
+def test_islands_take_the_published_outer_step():
+    """DiLoCo by hand: one island after another on one device, then the outer step with Nesterov's momentum."""
+    diloco = story("diloco")
+    measured, params = diloco.train(plan_on(4, "zero1"))
+    expected = jax.device_get(jax.jit(diloco.init)(jax.random.fold_in(jax.random.key(0), 0)))  # as of `jdp.init`
+    states, held = [diloco.TX.init(expected)] * diloco.ISLANDS, jax.tree.map(np.zeros_like, expected)
+
+    @jax.jit
+    def one_step(params, opt_state, batch):
+        loss = lambda p: diloco.loss_fn(p, batch, None).total / len(batch["x"])  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = diloco.TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    for batch, losses in zip(diloco.rounds(2), measured, strict=True):
+        ends = []
+        for island in range(diloco.ISLANDS):
+            own = expected
+            for h in range(diloco.STEPS):
+                rows = jax.tree.map(lambda x, at=(island, h): x[at], batch)
+                own, states[island], loss = one_step(own, states[island], rows)
+            ends.append(jax.device_get(own))
+            np.testing.assert_allclose(losses[island], loss, rtol=2e-5)
+        delta = jax.tree.map(lambda p, *e: p - sum(e) / len(e), expected, *ends)
+        held = jax.tree.map(lambda m, d: 0.9 * m + d, held, delta)
+        expected = jax.tree.map(lambda p, d, m: p - 0.7 * (d + 0.9 * m), expected, delta, held)
+    # AdamW's first steps divide by the gradient's size: rounding of sums in another order grows tenfold
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), jax.device_get(params), expected)
+    assert not any(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(params))
+
+
+# Each process feeds its own rows.
+
+
+def batches_of(name, rows, folder):
+    program = story(name)
+    return list(program.loader(folder, rows) if name == "tfrecords" else program.loader(rows))
+
+
+@pytest.mark.parametrize("name", FED)
+def test_processes_together_feed_each_row_once(name, tmp_path):
+    """Rows as `jdp.process_rows` gives them to two processes, and to two that hold a part of the same rows."""
+    if name == "tfrecords":
+        story(name).write_data(tmp_path)
+    whole = batches_of(name, list(range(32)), tmp_path)
+    for rows in (list(range(16)), list(range(16, 32)), [*range(8), *range(16, 24)]):
+        parts = batches_of(name, rows, tmp_path)
+        assert len(parts) == len(whole) > 1
+        for part, batch in zip(parts, whole, strict=True):
+            jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.asarray(y)[rows]), part, batch)  # noqa: B023
+    first, second = (np.asarray(jax.tree.leaves(batch)[-1]) for batch in whole[:2])
+    assert not np.array_equal(first, second)
+
+
+# Against plain JAX, and with other settings of the same gradient.
+
+
+@pytest.mark.rest
+def test_the_private_loss_has_the_gradient_of_the_algorithm():
+    """Abadi et al., algorithm 1: each example's own gradient, divided by max(1, norm / C); their mean."""
+    program, random = story("private"), np.random.default_rng(1)
+    x = random.normal(size=(program.ROWS, program.FEATURES)).astype("float32")
+    x[::2] *= 0.03  # gradients that need no clipping
+    batch = {"x": x, "y": x.sum(axis=1)}
+    plan = plan_on(4, "zero2")
+    params = jdp.init(program.init, plan, rng=jax.random.key(0))
+    metrics, grads = jdp.value_and_grad(program.loss_fn, plan, check_loss=False)(params, batch, jax.random.key(0))
+
+    params, clipped = jax.device_get(params), []
+    for i in range(program.ROWS):
+        own = jax.grad(program.example_loss)(params, jax.tree.map(lambda x: x[i], batch))  # noqa: B023
+        norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(own)))
+        clipped.append(jax.tree.map(lambda g: g / max(1, norm / program.CLIP), own))  # noqa: B023
+    expected = jax.tree.map(lambda *each: np.mean(each, axis=0), *clipped)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), grads, expected)
+    assert 0 < float(metrics["clipped"]) < 1

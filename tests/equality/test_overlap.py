@@ -1,0 +1,267 @@
+"""Layer loops that send while they compute: the results of one device, and the same bytes as without a loop."""
+
+import functools
+import re
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from plain_layers import init_layers, layers_loss, tokens_of
+
+import jdp
+from jdp.core import layers
+from jdp.core.gradients.accumulate import hides_collectives
+from jdp.core.reading.jaxprs import every_eqn
+from jdp.foresight.program.compiled import compile_step
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.verify import report
+from jdp.models import next_token_loss
+
+DROPOUT = 0.1
+
+
+class Counting(nnx.Module):
+    """A layer with batch statistics, a counter, and noise of its own."""
+
+    def __init__(self, rngs):
+        self.norm, self.linear = nnx.BatchNorm(16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+        self.noise = nnx.Dropout(DROPOUT, rngs=nnx.Rngs(0))
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x + self.noise(jnp.tanh(self.linear(self.norm(x))))
+
+
+class Nested(nnx.Module):
+    """2 × 3 layers in nested loops, which close over a bias, and a head that is no layer."""
+
+    def __init__(self, rngs):
+        make = jax.vmap(jax.vmap(lambda key: Counting(nnx.Rngs(key))))
+        self.layers = make(jax.random.split(rngs.params(), (2, 3)))
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        bias = jnp.mean(x, axis=-1, keepdims=True)
+        inner = partial(jdp.scan_layers, lambda layer, x: layer(x) + 0.1 * bias)
+        return self.head(jdp.scan_layers(inner, self.layers, x, remat="full"))
+
+
+def nested_loss(model, batch, rng):
+    return jdp.Loss(jnp.sum(jnp.square(model(batch["x"]))), jnp.float32(batch["x"].shape[0]))
+
+
+def by_row_loss(params, batch, rng):
+    """A loss whose model takes one row: each row's gradient must not be sent by itself."""
+    layer = lambda each, x: x + jnp.tanh(x @ each["up"]) @ each["down"] + each["bias"]  # noqa: E731
+    x = jax.vmap(lambda row: jdp.scan_layers(layer, params["layers"], row))(batch["x"])
+    return jdp.Loss(jnp.sum(jnp.square(x)), jnp.float32(batch["x"].shape[0]))
+
+
+ROWS = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
+PLAIN, FULL, DOTS = (partial(layers_loss, dropout=DROPOUT, remat=remat) for remat in (None, "full", "dots"))
+MODELS = {
+    "layers": (init_layers, PLAIN, tokens_of(16)),
+    "by row": (partial(init_layers, layers=3, width=16), by_row_loss, ROWS),
+    "nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, ROWS),
+}
+CASES = {
+    "zero3": ("layers", PLAIN, "zero3", {}),
+    "zero3 dots": ("layers", DOTS, "zero3", {"accumulate": 2}),
+    "zero1, 4": ("layers", DOTS, "zero1", {"accumulate": 4}),
+    "zero2, 4, replicas": ("layers", FULL, "zero2", {"accumulate": 4, "replica": 2}),
+    "zero3, replicas": ("layers", PLAIN, "zero3", {"replica": 2}),
+    "ddp, 2": ("layers", FULL, "ddp", {"accumulate": 2, "clip_norm": 0.1}),
+    "zero3 nested": ("nested", nested_loss, "zero3", {}),
+}
+
+
+def run(model, loss, strategy, replica=1, devices=4, **settings):
+    init, _, batch = MODELS[model]
+    axes = {"replica": replica} if replica > 1 else {}
+    mesh = jdp.make_mesh(**axes, data=devices // replica, devices=jax.devices()[:devices])
+    plan = jdp.Plan(mesh, strategy, min_shard_size=64)
+    state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss, plan, partitioning="manual", check_loss=False, **settings)
+    traced = step.jitted.trace(state, batch).jaxpr.jaxpr
+    state, metrics = step(state, batch)
+    return jax.device_get((state.params, state.model_state, metrics)), traced
+
+
+@functools.cache
+def on_one_device(model, clip_norm):
+    return run(model, MODELS[model][1], "ddp", devices=1, clip_norm=clip_norm)[0]
+
+
+UNROLLED = ("zero3 dots", "zero2, 4, replicas")  # as on GPUs, rematerialised layers too
+
+
+@pytest.mark.parametrize(
+    ("case", "unrolls"), [*((case, False) for case in CASES), *((case, True) for case in UNROLLED)]
+)
+@pytest.mark.default_ids("zero3-False")
+def test_results_are_those_of_one_device(case, unrolls, monkeypatch):
+    if unrolls:
+        monkeypatch.setattr(layers._Body, "unrolls", True)
+    model, loss, strategy, settings = CASES[case]
+    ahead, traced = run(model, loss, strategy, **settings)
+    assert any(eqn.primitive.name == "scan" for eqn in every_eqn(traced)), "its layers are one by one"
+    expected = on_one_device(model, settings.get("clip_norm"))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), ahead, expected)
+
+
+def long_rows(count):
+    """So many that a layer computes for longer than its collectives take to start."""
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    return {name: jax.ShapeDtypeStruct((count, 1024), dtype) for name, dtype in dtypes.items()}
+
+
+@pytest.mark.rest
+@pytest.mark.aot
+@pytest.mark.parametrize(("strategy", "axes"), [("ddp", {"data": 8}), ("zero2", {"replica": 2, "data": 4})])
+def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sent_stays(strategy, axes):
+    plan = jdp.Plan(jdp.make_mesh(devices=target("h100:1x8").devices, **axes), strategy, min_shard_size=64)
+    init = partial(init_layers, layers=6, width=512, hidden=1024)
+    state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    quick = {"xla_gpu_enable_triton_gemm": False}  # what is sent does not depend on it
+    loss = partial(layers_loss, remat="full")
+    step = jdp.make_train_step(loss, plan, precision="bf16", accumulate=3, compiler=quick, check_loss=False)
+    compiled = compile_step(step.lower(state, long_rows(3 * 64)))
+    made = report(step, state, compiled, "h100:1x8")
+    assert made.kept and made.ratio <= 1.001
+    looped = {"reduce-scatter"} if strategy == "zero2" else set()
+    sent = [each for each in made.collectives if each.collective.payload_bytes > 1000]
+    assert {each.collective.kind for each in sent if each.in_accumulation_loop} == looped
+    counts = Counter[str]()
+    for each in sent:
+        counts[each.collective.kind] += each.collective.count
+    assert strategy == "zero2" or counts["all-reduce"] >= 6  # one for each layer
+    assert strategy == "ddp" or counts["reduce-scatter"] >= 6 * 3  # and for each microbatch
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("unrolled", "replica"), [(True, 1), (False, 1), (True, 2)])
+@pytest.mark.default_ids("True-2")
+def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced(unrolled, replica, monkeypatch):
+    monkeypatch.setattr(layers._Body, "unrolls", unrolled)
+    devices = target("h100:1x8").devices
+    plan = jdp.Plan(jdp.make_mesh(devices=devices, replica=replica, data=-1), "zero3")
+    init, loss = partial(init_layers, layers=6, width=512, hidden=1024), partial(layers_loss, remat="full")
+    state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss, plan, precision="bf16", compiler="overlap", check_loss=False)
+    compiled = compile_step(step.lower(state, long_rows(64)))
+    made = report(step, state, compiled, "h100:1x8")
+    assert made.kept and made.ratio <= 1.001
+    bodies = [text for text in compiled.text.split("\n\n") if re.search(r"(gather|scatter)-start\(", text)]
+    if unrolled:
+        [entry] = bodies
+        hidden = multiplied_meanwhile(entry.splitlines())
+        kinds = 2 + replica  # gathered twice and reduced; over the replicas too
+        assert len(hidden) >= 6 * kinds and sum(hidden) >= len(hidden) - 2 - 2 * replica  # but both ends of the step
+        return
+    forward, backward = (text.splitlines() for text in bodies if not text.lstrip().startswith("ENTRY"))
+    assert all(multiplied_meanwhile(forward)) and len(multiplied_meanwhile(forward)) == 2  # a gather for each layer
+    assert sum(multiplied_meanwhile(backward)) > len(multiplied_meanwhile(backward)) / 2  # XLA found some as short
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("devices", "axes", "tokens", "by_layer"),
+    [
+        ("h100:1x8", {}, 2048, True),
+        ("h100:8x8", {}, 2048, False),
+        ("h100:8x8", {}, 16384, True),
+        ("h100:64x8", {}, 16384, False),
+        ("h100:64x8", {"replica": 64}, 2048, False),
+        ("h100:64x8", {"replica": 64}, 16384, True),
+    ],
+)
+def test_short_layers_share_their_collectives(devices, axes, tokens, by_layer):
+    """As compiled and simulated under zero1, also with hosts as replicas."""
+    layer = 12 * 768**2  # of GPT-2 124M
+    mesh = jdp.make_mesh(**axes, data=-1, devices=target(devices).devices)
+    assert hides_collectives(6 * layer * tokens, layer, 2, mesh, is_sharded=True) == by_layer
+    assert hides_collectives(1.0, layer, 2, jdp.make_mesh(), is_sharded=True)  # on unknown devices
+
+
+@pytest.mark.rest
+def test_under_vmap_a_gradient_is_summed_over_rows_before_it_is_sent():
+    after, traced = run("by row", by_row_loss, "zero3")
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), after, on_one_device("by row", None))
+    sent = [eqn.invars[0].aval.size for eqn in every_eqn(traced) if eqn.primitive.name == "reduce_scatter"]
+    assert sent and max(sent) <= 3 * 16 * 64  # all layers of a matrix
+
+
+def multiplied_meanwhile(lines):
+    """For each collective of a schedule, whether a matrix product stands between its start and its done."""
+    ends = {found[1]: i for i, line in enumerate(lines) if (found := re.search(r"-done\(%?([\w.-]+)\)", line))}
+    begins = {found[1]: i for i, line in enumerate(lines) if (found := re.search(r"%?([\w.-]+-start[\w.]*) = ", line))}
+    return [any("gemm" in line for line in lines[i : ends[name]]) for name, i in begins.items()]
+
+
+# zero3 for a loss without layer loops: the backward pass gathers its weights again.
+
+
+def init_list(rng, layers=4, **sizes):
+    params = init_layers(rng, layers, **sizes)
+    stacked = params.pop("layers")
+    return params | {"layers": [jax.tree.map(lambda x: x[i], stacked) for i in range(layers)]}  # noqa: B023
+
+
+def list_loss(params, batch, rng):
+    x = params["embed"][batch["tokens"]]
+    for layer in params["layers"]:
+        x += jax.nn.silu(x @ layer["up"]) @ layer["down"] + layer["bias"]
+    return jdp.Loss(*next_token_loss((x * params["scale"]) @ params["embed"].T, batch["targets"], batch["weights"]))
+
+
+def step_of(loss, strategy, devices, init=init_list, **settings):
+    plan = jdp.Plan(jdp.make_mesh(data=len(devices), devices=devices), strategy, min_shard_size=64)
+    state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    return jdp.make_train_step(loss, plan, check_loss=False, **settings), plan, state
+
+
+def trained(strategy, devices, **settings):
+    step, plan, _ = step_of(list_loss, strategy, devices, **settings)
+    state = jdp.init_state(init_list, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    state, metrics = step(state, tokens_of(16))
+    return jax.device_get((state.params, metrics))
+
+
+@pytest.mark.parametrize(("partitioning", "accumulate"), [("auto", 1), ("manual", 4)])
+@pytest.mark.default_ids("manual-4")
+def test_a_list_of_layers_trains_as_on_one_device(partitioning, accumulate):
+    one = trained("ddp", jax.devices()[:1])
+    several = trained("zero3", jax.devices()[:4], partitioning=partitioning, accumulate=accumulate)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), several, one)
+
+
+@pytest.mark.rest
+@pytest.mark.aot
+def test_a_list_of_layers_holds_less_than_zero2():
+    wide = partial(init_list, layers=5, width=1024, hidden=4096)
+    settings = {"precision": "bf16", "partitioning": "manual", "compiler": {"xla_gpu_enable_triton_gemm": False}}
+    batch = {name: jax.ShapeDtypeStruct((64, 256), x.dtype) for name, x in tokens_of(1).items()}
+    held = {}
+    for strategy in ("zero2", "zero3"):
+        step, _, state = step_of(list_loss, strategy, target("h100:1x8").devices, wide, **settings)
+        held[strategy] = compile_step(step.lower(state, batch)).temp_bytes
+    assert held["zero3"] < 0.85 * held["zero2"], held
+
+
+def test_what_a_loss_prints_is_printed_once(capfd):
+    def prints(params, batch, rng):
+        jax.debug.print("once {}", params["scale"].sum())
+        return list_loss(params, batch, rng)
+
+    devices = jax.devices()[:2]
+    step, plan, _ = step_of(prints, "zero3", devices, partitioning="manual")
+    state = jdp.init_state(init_list, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    step(state, tokens_of(16))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("once") == len(devices)

@@ -1,0 +1,185 @@
+"""`jdp.muon` is `optax.contrib.muon` of one device under every strategy, and each device computes its share of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from judged import judged
+from matrix_runs import (
+    LAST,
+    arrays,
+    assert_kept,
+    assert_same,
+    assert_trains_as_one_device,
+    batches,
+    by_hand,
+    is_shape,
+    plan_of,
+    run,
+    start,
+    values,
+)
+
+import jdp
+from jdp.base import notices
+
+Numbers = optax.contrib.MuonDimensionNumbers
+MATRICES = {
+    "layers": {"u": (8, 16, 24), "d": (6, 24, 16)},  # as many matrices as devices, and not
+    "q": (3, 24, 4, 8),
+    "experts": (3, 2, 16, 24),
+    "square": (40, 40),
+    "tall": [(64, 32), (64, 32), (64, 32)],
+    "odd": (33, 31),
+}
+SHAPES = {**MATRICES, "bias": (6, 24)}
+NUMBERS = {**jax.tree.map(lambda _: LAST, MATRICES, is_leaf=is_shape), "q": Numbers(1, (2, 3)), "bias": None}
+SETTINGS = {"weight_decay": 0.1, "adam_learning_rate": 2e-3, "muon_weight_dimension_numbers": NUMBERS}
+
+
+@functools.cache
+def muon():
+    return jdp.muon(1e-2, **SETTINGS)
+
+
+@functools.cache
+def wanted():
+    return by_hand(SHAPES, optax.contrib.muon(1e-2, **SETTINGS))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"consistent_rms": 0.2, "beta": 0.9, "eps": 1e-7, "weight_decay": 0.1, "adam_weight_decay": 0.2},
+        {"nesterov": False, "mu_dtype": "bfloat16", "adam_b1": 0.8, "adam_b2": 0.99, "adam_eps_root": 1e-8},
+        {"ns_coeffs": "dion", "adaptive": True, "adam_learning_rate": 1e-3},
+        {"ns_coeffs": ((3.0, -4.0, 1.5), (2.9, -3.9, 1.6)), "ns_steps": 2, "preconditioning": "aol"},
+        {"preconditioning": "schatten", "ns_steps": 3, "weight_decay_mask": lambda p: jax.tree.map(jnp.ndim, p)},
+        {"muon_weight_dimension_numbers": lambda p: jax.tree.map(lambda x: LAST if x.ndim > 1 else None, p)},
+    ],
+    ids=["rms", "plain momentum", "dion", "coefficients", "schatten", "function"],
+)
+@pytest.mark.default_ids("function")
+def test_on_one_device_it_is_optaxs(settings):
+    """Updates and states, whose structure is optax' too."""
+    params, ours, theirs = arrays(SHAPES, 1), jdp.muon(1e-3, **settings), optax.contrib.muon(1e-3, **settings)
+    one, other = ours.init(params), theirs.init(params)
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for seed in (2, 3):
+        (u, one), (v, other) = (
+            jax.jit(tx.update)(arrays(SHAPES, seed), state, params) for tx, state in ((ours, one), (theirs, other))
+        )
+        assert_same((u, one), (v, other), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "accumulate"), [("ddp", 8, 3), ("zero1", 3, 1), ("zero2", 2, 3), ("zero3", 8, 1)]
+)
+@pytest.mark.default_ids("zero3-8-1")
+def test_equals_one_device(strategy, devices, accumulate):
+    plan = plan_of(strategy, devices)
+    state, step = start(plan, SHAPES, muon(), accumulate)
+    assert_kept(state, step)
+    state = run(state, step, batches())
+    assert_same(values(state), wanted())
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "zero1", "mesh": {"replica": 4, "data": 2}},
+        {"strategy": "zero3", "offload": "optimizer"},
+        {"strategy": "zero3", "mesh": {"data": 4, "model": 2}},
+    ],
+    ids=["replica", "offload", "model"],
+)
+def test_on_other_meshes(settings):
+    reference = optax.contrib.muon(1e-2, **SETTINGS)
+    assert_trains_as_one_device(SHAPES, muon(), plan_of(**settings), reference)
+
+
+@pytest.mark.parametrize("shapes", [{"a": {"w": (64, 32), "b": (240,)}, "c": (8, 8, 8)}, (33, 31)])
+def test_matrices_have_two_dimensions_and_adamw_trains_the_rest(shapes):
+    assert_trains_as_one_device(shapes, jdp.muon(1e-2), plan_of("zero2"), optax.contrib.muon(1e-2))
+
+
+def test_each_device_computes_its_share():
+    """Of 12 matrices on 8 devices two each: with one device's 12 in FLOPs, what is left is the loss and AdamW."""
+    shapes = {"w": (12, 64, 64)}
+    tx = jdp.muon(1e-2, muon_weight_dimension_numbers={"w": LAST})
+
+    def flops(strategy, devices):
+        plan = plan_of(strategy, devices)
+        state, step = start(plan, shapes, tx)
+        return step.compile(state, jax.device_put(batches(1)[0], plan.batch_sharding)).cost_analysis()["flops"]
+
+    one = flops("ddp", 1)
+    assert one > 12 * 5 * 3 * 2 * 64**3  # Newton-Schulz
+    for strategy in ("ddp", "zero1", "zero3"):
+        assert flops(strategy, 8) == pytest.approx(one * 2 / 12, rel=0.15)
+
+
+@pytest.mark.rest
+def test_in_a_loop_of_ones_own():
+    """The mesh is that of the arrays: what is compiled exchanges matrices, and gathers none."""
+    plan = plan_of("zero1", min_shard_size=1)
+    init = lambda rng: nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))  # noqa: E731
+    model = jdp.init(init, plan, rng=jax.random.key(0))
+    params, tx = {"w": model.kernel[...]}, jdp.muon(1e-2)
+    opt_state = jdp.init(tx.init, plan, of=params)
+    compiled = jax.jit(tx.update).lower(params, opt_state, params).compile()
+    assert "all-to-all" in compiled.as_text()
+    got, _ = compiled(params, opt_state, params)
+    alone = {"w": np.asarray(params["w"])}
+    assert_same(got, optax.contrib.muon(1e-2).update(alone, tx.init(alone), alone)[0], 1e-6)
+
+
+def test_bad_dimension_numbers_are_refused():
+    with pytest.raises(ValueError, match="different dimensions as rows and columns"):
+        start(plan_of(), {"w": (8, 8)}, jdp.muon(1e-2, muon_weight_dimension_numbers={"w": Numbers(0, 0)}))
+
+
+# Optimizers of matrices that are not jdp's: the same as on one device, and reported.
+
+
+def naive_muon(*names):
+    numbers = dict.fromkeys(names or ("u", "one", "two", "odd"), LAST)
+    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers)
+
+
+def test_an_optimizer_of_matrices_trains_as_on_one_device():
+    shapes = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}
+    assert_trains_as_one_device(shapes, naive_muon(), plan_of("zero3"), state_bound=5e-5)  # squares up to 20
+
+
+def test_the_cost_of_products_is_reported_once_with_the_leaf_and_the_bytes(caplog, monkeypatch):
+    """Of the sharded leaves alone; and nothing of `jdp.muon`, of norms and factors, or under ddp."""
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    shapes = {"u": (6, 16, 24), "one": (32, 24), "odd": (11, 13), "bias": (4, 4)}
+    is_matrix = lambda params: jax.tree.map(lambda x: LAST if x.ndim > 2 else None, params)  # noqa: E731
+    for tx in (jdp.muon(1e-2, muon_weight_dimension_numbers=is_matrix), optax.adafactor(), optax.lamb(1)):
+        start(plan_of("zero3"), shapes, tx)
+    start(plan_of("ddp"), shapes, optax.contrib.muon(1e-2))
+    assert not [line for line in caplog.messages if "products of" in line]
+    for _ in range(2):
+        start(plan_of("zero3"), shapes, naive_muon(*shapes))
+    [said] = [line for line in caplog.messages if "products of" in line]
+    assert said == (
+        "the optimizer's update takes matrix or inner products of u [6, 16, 24] and 1 more, 12 KiB that zero3 shards: "
+        "XLA gathers them or sums partial products, in addition to the traffic that zero3 promises; jdp.verify counts "
+        "it"
+    )
+
+
+def test_verify_counts_what_products_send():
+    plan = plan_of("zero1")
+    state, step = start(plan, {"u": (6, 16, 24), "one": (32, 24)}, naive_muon("u", "one"))
+    report = judged(step, state, batches(1)[0])
+    assert not report.kept
+    assert any("the optimizer's update computes with complete arrays" in breach for breach in report.breaches)

@@ -1,0 +1,253 @@
+"""The command `jdp doctor`, alone and as several processes: report, exit code, and that it always comes back."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import two_hosts
+from damage import flip
+from paths import ROOT
+
+import jdp
+from jdp.cli import main as cli
+from jdp.launch import launch
+from jdp.launch.doctor import devices
+
+SHORT, SMALL = 0.1, (2**16, 2**18)  # seconds of all-reduces, in place of two, and bytes of each
+
+
+@pytest.fixture(autouse=True)
+def all_reduces_are_few(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "SECONDS", SHORT)
+    monkeypatch.setitem(devices.PAYLOADS, "cpu", SMALL)
+
+
+def doctor(tmp_path: Path, *arguments: str, before: str = "") -> list[str]:
+    """The command line of `jdp doctor`; `before` is run first, by each process, with its number as `rank`."""
+    path = tmp_path / "doctor.py"
+    path.write_text(
+        "import os, signal, sys, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "rank = int(os.environ.get('JDP_PROCESS_ID', 0))\n"
+        f"{before}\n"
+        "from jdp.cli.main import main\n"
+        "from jdp.launch.doctor import devices\n"
+        f"devices.SECONDS, devices.PAYLOADS['cpu'] = {SHORT}, {SMALL}\n"
+        f"sys.exit(main(['doctor', *{list(arguments)!r}]))\n"
+    )
+    return [sys.executable, str(path)]
+
+
+def statuses(printed: str) -> dict[str, tuple[str, str]]:
+    return {each["check"]: (each["status"], each["found"]) for each in json.loads(printed)["findings"]}
+
+
+def environment() -> dict[str, str]:
+    """As a user's, without the tests' eight devices."""
+    return {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("doctor")
+
+
+def test_two_processes_that_are_well(folder: Path, capfd: pytest.CaptureFixture[str]):
+    command = doctor(folder, "--json")
+    code = launch(command, 2, devices_per_process=2, clean_stdout=True, environment=environment())
+    printed = capfd.readouterr()
+    assert code == 0, printed
+    found = json.loads(printed.out)
+    assert found["healthy"] and found["processes"] == 2
+    checks = statuses(printed.out)
+    assert checks["devices"][1] == "4 × cpu" and checks["collectives"][1] == "Gloo, over TCP"
+    assert checks["all-reduce"][1].startswith("4 devices, right; 64 KiB in ")
+    assert [path.name for path in folder.iterdir()] == ["doctor.py"]
+
+
+@pytest.mark.rest
+def test_two_processes_of_other_versions(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Each names the difference, as at the start of a training."""
+    before = "import importlib.metadata as m\nreal = m.version\n"
+    before += "if rank: m.version = lambda name: '0.1' if name == 'jaxlib' else real(name)"
+    assert launch(doctor(tmp_path, before=before), 2, devices_per_process=1, environment=environment()) == 1
+    out = capfd.readouterr().out
+    assert "WRONG  cluster" in out and "The version of jaxlib must be the same on every process" in out
+
+
+@pytest.mark.rest
+def test_a_process_that_stops_in_the_all_reduce(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Nothing in JAX ends that wait; here it is told, with all that was found before."""
+    before = """
+from jdp.launch.doctor import devices
+if rank == 1: devices.time_all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    command = doctor(tmp_path, "--json", "--timeout", "8", before=before)
+    code = launch(command, 2, devices_per_process=1, clean_stdout=True, environment=environment())
+    assert code == 1
+    found = json.loads(capfd.readouterr().out)
+    (reduced,) = (each for each in found["findings"] if each["check"] == "all-reduce")
+    assert reduced["status"] == "wrong" and reduced["found"].startswith("not done after 8 seconds")
+    assert found["processes"] == 2, "what the other found before is told too"
+
+
+HANGS = """
+import os
+if os.environ.get("NCCL_P2P_DISABLE") != "1":
+    import time
+    import jax
+    psum = jax.lax.psum
+
+    def hangs(x, axis):
+        wait = lambda x, index: time.sleep(1000) if index else x
+        return psum(jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x, jax.lax.axis_index(axis)), axis)
+
+    jax.lax.psum = hangs
+"""
+
+
+@pytest.mark.rest
+def test_an_all_reduce_that_hangs_is_tried_without_nccls_ways(tmp_path: Path):
+    """A device that never comes to the sum stands for peer-to-peer copies that are lost: here, and in the tries."""
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    before = "from jdp.launch.doctor import devices; devices.is_nccl_used = lambda: True"
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        doctor(tmp_path, "--timeout", "15", before=before),
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and done.stdout.endswith("1 thing is wrong.\n"), done
+    assert done.stderr.startswith("jdp doctor: the all-reduce hangs; trying it with NCCL_P2P_DISABLE=1\n")
+    assert "hangs; with NCCL_P2P_DISABLE=1 it succeeds\n" in done.stdout
+    assert "→ export NCCL_P2P_DISABLE=1, in each shell that trains; look for an IOMMU or PCI ACS" in done.stdout
+
+
+@pytest.mark.rest
+def test_process_1_does_not_come(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """It is missed before JAX joins anything."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    variables = {"JDP_COORDINATOR": f"127.0.0.1:{port}", "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor", "--timeout", "1"]) == 1
+    out = capfd.readouterr().out
+    assert out.startswith("jdp doctor: process 0 of 2, alone\n")
+    assert f"1 of 2 processes is here: process 1 did not come to 127.0.0.1:{port} within 1 seconds" in out
+
+
+@pytest.mark.rest
+def test_two_hosts_with_and_without_a_link(tmp_path: Path):
+    if why := two_hosts.missing():
+        pytest.skip(why)
+    with two_hosts.two_hosts(tmp_path) as on:
+
+        def examine(*arguments: str) -> list[tuple[int, str]]:
+            variables = {**environment(), "JAX_PLATFORMS": "cpu", "JDP_COORDINATOR": f"{two_hosts.ADDRESSES[0]}:7010"}
+            processes = [
+                subprocess.Popen(
+                    on(rank, doctor(tmp_path, *arguments)),
+                    env={**variables, "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                for rank in range(2)
+            ]
+            outputs = [process.communicate(timeout=180)[0] for process in processes]
+            return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+        (first, report), (second, _) = examine("--timeout", "60")
+        assert (first, second) == (0, 0), report
+        assert "jdp doctor: 2 processes on 2 hosts: h0, h1" in report and "2 devices, right" in report
+        two_hosts.cut()
+        (first, report), (second, other) = examine("--timeout", "5")
+        assert (first, second) == (1, 1), report + other
+    assert "process 1 did not come to 192.0.2.1:7010 within 5 seconds" in report
+    assert report.endswith("1 thing is wrong.\n")
+    assert "process 1 of 2: cluster: process 1 of 2 waited 5 seconds, and process 0 does not answer at 192.0.2" in other
+
+
+def test_alone_with_eight_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert cli.main(["doctor", "--run-dir", str(tmp_path / "runs")]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("jdp doctor: 1 process on ") and out.endswith("Nothing is wrong.\n")
+    assert "8 devices, right" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_platform_that_does_not_start(folder: Path):
+    done = subprocess.run(
+        doctor(folder), env={**environment(), "JAX_PLATFORMS": "nosuch"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and not done.stderr, done
+    assert "WRONG  devices   JAX starts none: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"JDP_NUM_PROCESSES": "many"}, "must be whole numbers; given 'many'"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "JDP_NUM_PROCESSES; it is not set"),
+        ({"JDP_COORDINATOR": "node1:x", "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": "0"}, "A coordinator is HOST:PORT"),
+    ],
+)
+def test_an_environment_of_no_cluster_is_a_finding(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor"]) == 1
+    out = capfd.readouterr().out
+    assert "\nWRONG  cluster  " in out and expected in out
+
+
+def test_the_checkpoints_of_a_run_are_verified(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    assert f"there are none in {tmp_path}" in capfd.readouterr().out
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1))
+    weights = np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32)
+    state = jdp.init_state(lambda _: {"w": jnp.asarray(weights)}, optax.sgd(1.0), plan, rng=jax.random.key(0))
+    folder = tmp_path / "runs" / "mine"
+    with jdp.Checkpoints(folder / "checkpoints") as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(dataclasses.replace(state, step=jnp.int32(step)))
+            checkpoints.wait()
+    assert cli.main(["doctor", "mine", "--run-dir", str(tmp_path / "runs"), "--json"]) == 0
+    before = statuses(capfd.readouterr().out)
+    assert [before[f"checkpoint {step}"][0] for step in (1, 2, 3)] == ["ok"] * 3
+    assert "; a checkpoint takes 3" in before["next checkpoint"][1], "some 350 KiB"
+    flip(max((folder / "checkpoints" / "3").rglob("*"), key=lambda path: path.stat().st_size), 1000)
+    assert cli.main(["doctor", str(folder)]) == 1
+    out = capfd.readouterr().out
+    assert "\nWRONG  checkpoint 3 " in out and "\nok     checkpoint 2 " in out
+    assert f"rm -r {folder / 'checkpoints' / '3'}" in out and out.endswith("1 thing is wrong.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nosuchrun"], "there is no run nosuchrun, neither as a folder nor in runs: name its folder"),
+        (["a\0b"], "must have no NUL character"),
+        (["--timeout", "0"], "--timeout takes seconds"),
+        (["--run-dir", "gs://bucket"], "mount it"),
+    ],
+)
+def test_a_users_mistake_is_one_error_and_exit_2(arguments: list[str], expected: str, capfd: Any):
+    assert cli.main(["doctor", *arguments]) == 2
+    shown = capfd.readouterr()
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out
+    assert expected in shown.err

@@ -1,0 +1,54 @@
+"""What `jdp.guard` does in processes of its own."""
+
+import re
+import signal
+
+from own_process import python
+
+from jdp.guard.flight_recorder import read
+
+HANGS = """
+import ctypes, resource, sys
+import jdp
+
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with jdp.Deadline(1, 60) as deadline:
+    for step in range(3):
+        deadline.step(step)
+    if "exhausted" in sys.argv:
+        hoard = [bytes(size) for size in range(1, 500) for _ in range(500)]  # small values take what Python keeps
+        resource.setrlimit(resource.RLIMIT_AS, (0, resource.RLIM_INFINITY))
+        try:
+            while True:
+                hoard.append(bytes(len(hoard) % 500))
+        except MemoryError:
+            pass
+    print("hangs", flush=True)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_users_own_loop_that_hangs_outside_of_python_ends_with_75(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    done = python(tmp_path / "hangs.py", timeout=60)
+    assert done.returncode == 75, done.stderr
+    assert re.search(r"deadline: After step 2, its next step did not end in 1 seconds\. Stacks of all", done.stderr)
+    assert 'hangs.py", line 19 in <module>' in done.stderr
+
+
+def test_a_process_without_memory_ends_too(tmp_path):
+    """No thread can be started then, and any line of Python may raise MemoryError."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    assert python(tmp_path / "hangs.py", "exhausted", timeout=60).returncode == 75
+
+
+def test_what_was_recorded_outlives_sigkill(tmp_path):
+    code = (
+        "import os, signal; from pathlib import Path; from jdp.guard.flight_recorder import Flight\n"
+        f"flight = Flight(Path({str(tmp_path)!r}), 0)\n"
+        "for step in range(50): flight.event('step', step=step)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert python("-c", code, timeout=60).returncode == -signal.SIGKILL
+    assert [event["step"] for event in read(tmp_path / "rank-00000.jsonl")] == list(range(50))

@@ -1,0 +1,110 @@
+"""`jdp doctor` finds real faults: each is made here, as far as this machine allows, and found in words that mend it."""
+
+import sys
+import time
+
+import pytest
+from damage import small_disk
+
+from jdp.launch.doctor.devices import nccl_cure
+from jdp.launch.doctor.findings import Examined, Finding
+from jdp.launch.doctor.machine import examine_disk, examine_versions, existing
+
+
+def named(findings, check):
+    (found,) = (finding for finding in findings if finding.check == check)
+    return found
+
+
+def test_a_full_disk(tmp_path):
+    with small_disk(tmp_path / "disk", "2m"):
+        (tmp_path / "disk" / "large").write_bytes(bytes(2**21))
+        findings = examine_disk(tmp_path / "disk" / "new" / "runs")
+    assert named(findings, "disk").status == "wrong" and named(findings, "disk").found.startswith("0 B free of 2 MiB")
+    assert named(findings, "writing").status == "wrong"
+    assert named(findings, "writing").found.endswith("cannot be written: No space left on device")
+
+
+def test_a_disk_without_inodes(tmp_path):
+    with small_disk(tmp_path / "disk", "100m", inodes=3) as remount:
+        for number in range(2):
+            (tmp_path / "disk" / f"{number}").touch()
+        findings = examine_disk(tmp_path / "disk")
+        remount("ro")
+        assert named(examine_disk(tmp_path / "disk"), "writing").found.endswith("Read-only file system")
+    assert named(findings, "inodes").found.startswith("0 free of 3") and named(findings, "inodes").status == "wrong"
+    assert named(findings, "writing").status == "wrong"
+
+
+def test_looking_at_a_disk_leaves_nothing(tmp_path):
+    assert named(examine_disk(tmp_path / "runs"), "writing").status == "ok"
+    assert list(tmp_path.iterdir()) == []
+    assert existing(tmp_path / "a" / "b") == tmp_path
+    (tmp_path / "runs").write_text("a file")
+    assert named(examine_disk(tmp_path / "runs"), "writing").mend == "choose another --run-dir"
+
+
+def installed(folder, name, version, requires=""):
+    """What pip leaves of a package, found before those that are installed."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    lines = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
+    (info / "METADATA").write_text(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "found", "mend"),
+    [
+        ("jax", "0.9.1", "jdp was tested with jax<0.13,>=0.10; installed is 0.9.1", "pip install 'jax<0.13,>=0.10'"),
+        ("optax", "9.0", "jdp was tested with optax", "pip install 'optax"),
+        ("jax-cuda13-plugin", "0.9.9", "jax-cuda13-plugin is 0.9.9, and jaxlib", "pip install 'jax[cuda13]=="),
+    ],
+)
+def test_versions_that_do_not_match(name, version, found, mend, tmp_path, monkeypatch):
+    installed(tmp_path, "jdp", "1", "Requires-Dist: jax<0.13,>=0.10\nRequires-Dist: optax>=0.2.8,<0.3\n")
+    assert [each.status for each in examine_versions()] == ["ok"]
+    monkeypatch.syspath_prepend(tmp_path)
+    installed(tmp_path, name, version)
+    (finding,) = examine_versions()
+    assert finding.status == "wrong" and finding.found.startswith(found) and finding.mend.startswith(mend)
+
+
+# What is printed.
+
+
+def test_what_is_not_ok_is_told_once_with_its_processes():
+    fine, bad, note = Finding("a", "ok", "1"), Finding("a", "wrong", "2", "mend it"), Finding("b", "note", "3", "look")
+    examined = Examined(
+        {0: [fine, note], 1: [bad], 2: [Finding("a", "wrong", "4", "mend it")]}, {0: "n0", 1: "n1", 2: "n1"}
+    )
+    assert examined.lines() == [
+        "WRONG  a  2  [processes 1, 2]",
+        "          → mend it",
+        "note   b  3  [process 0 on n0]",
+        "          → look",
+    ]
+    assert examined.wrong == 1
+    well = Examined({0: [fine], 1: [Finding("a", "ok", "9")]}, {0: "n0", 1: "n1"})
+    assert well.lines() == ["ok     a  1"] and well.wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "given", "found"),
+    [
+        ("import os; os.environ.get('NCCL_SHM_DISABLE') or __import__('time').sleep(60)", {}, ["NCCL_SHM_DISABLE"]),
+        ("import os; 'NCCL_IB_DISABLE' in os.environ or 1 / 0", {"NCCL_P2P_DISABLE": "1"}, ["NCCL_IB_DISABLE"]),
+        ("1 / 0", {}, []),
+    ],
+    ids=["hangs", "fails", "incurable"],
+)
+def test_the_way_of_nccl_that_is_at_fault(code, given, found, tmp_path, monkeypatch, capsys):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    started = time.monotonic()
+    variables = nccl_cure(1.0, command=[sys.executable, "-S", "-c", code], rdma=tmp_path)
+    assert variables == dict.fromkeys(found, "1") and time.monotonic() - started < 20
+    tried = [line.rpartition(" with ")[2] for line in capsys.readouterr().err.splitlines()]
+    together = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1"
+    everything = ["NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_IB_DISABLE=1", together]
+    last = everything.index(f"{found[0]}=1") + 1 if found else 4
+    assert tried == everything[len(given) : last]

@@ -1,0 +1,164 @@
+"""Two hosts with addresses of their own: processes that ssh or mpirun starts join, and a link that is cut ends both."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import two_hosts
+import yaml
+from own_process import environment
+from paths import EXPERIMENTS, SUPPORT
+from tiny_experiment import points_text, tables, train_here, write_points
+from tiny_runs import rows
+
+# Two network namespaces; `test_nodes.py` has two nodes of one network.
+pytestmark = pytest.mark.rest
+
+
+TRAIN = {"steps": 24, "batch_size": 8, "log_every": 1, "checkpoint_every": 5, "eval_batches": 1}
+SECONDS = 200  # the machine may be busy
+
+
+@pytest.fixture
+def on(tmp_path):
+    """The command line that runs a command on host 0 or 1."""
+    if why := two_hosts.missing():
+        pytest.skip(why)
+    with two_hosts.two_hosts(tmp_path) as on:
+        yield on
+
+
+def write(folder, **train):
+    optimizer = {"name": "sgd", "momentum": 0.9}
+    write_points(folder, points_text(tables(optimizer=optimizer, train=TRAIN | train), top="devices = 1\n"))
+
+
+@pytest.fixture
+def start(on, tmp_path):
+    """Start a command on host 0 or 1; its output goes to outN. Whatever still runs at the end of the test is killed."""
+    started = []
+
+    def start(number, *command, **variables):
+        own = environment(JAX_PLATFORMS="cpu", **variables)
+        with (tmp_path / f"out{number}").open("wb") as out:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            started.append(subprocess.Popen(on(number, command), env=own, **streams))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def end(tmp_path):
+    """Wait for the processes of hosts 0 and 1; their exit codes, and what they printed."""
+
+    def end(*processes):
+        codes = [process.wait(SECONDS) for process in processes]
+        return codes, [(tmp_path / f"out{number}").read_text(errors="replace") for number in range(2)]
+
+    return end
+
+
+def wait_for(condition, processes):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert [process.poll() for process in processes] == [None] * len(processes), "a process has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_cut_link_ends_both_with_the_reason_and_the_run_goes_on_exactly(start, end, tmp_path):
+    """Fault 20. Neither side hears of the cut.
+
+    The deadline's thread ends both as the other one is silent, 20 s and more after the cut; JAX' heartbeats, which name
+    nobody, take longer.
+    """
+    write(tmp_path)
+    runs, go = tmp_path / "runs", tmp_path / "go"
+    held = {"0:0:17": f"wait for {go}", "folder": str(tmp_path)}  # the cut comes in the middle, however fast steps are
+    program = [str(SUPPORT / "faulty.py"), json.dumps(held)]
+
+    def both(*program):
+        place = {"JDP_COORDINATOR": f"{two_hosts.ADDRESSES[0]}:8476", "JDP_NUM_PROCESSES": "2", "JDP_RESTARTS": "0"}
+        train = [sys.executable, *program, "train", f"{tmp_path}/points.toml", f"--run-dir={runs}"]
+        return [start(number, *train, JDP_PROCESS_ID=str(number), **place) for number in range(2)]
+
+    hosts = both(*program)
+    wait_for((tmp_path / "0:0").exists, hosts)
+    two_hosts.cut()
+    cut = time.monotonic()
+    go.touch()
+    codes, printed = end(*hosts)
+    assert codes == [75, 75], printed
+    assert time.monotonic() - cut < 120
+    assert "Process 1 does not answer: " in printed[0]
+    assert "process 0 is stopped or gone, or the network to it" in printed[1]
+    two_hosts.join()
+    codes, printed = end(*both("-m", "jdp"))
+    assert codes == [0, 0], printed
+    (step,) = re.findall(r"resumed after step (\d+)", printed[0])
+    assert step in ("10", "15"), "each save waits for the one before"
+    train_here(tmp_path / "points.toml", tmp_path / "whole", {}, devices=2)
+    resumed, whole = (rows(folder / "points", "loss", "grad_norm") for folder in (runs, tmp_path / "whole"))
+    assert resumed == whole
+
+
+def test_a_host_that_is_killed_with_its_memory_gets_its_part_from_its_neighbour(start, end, tmp_path):
+    """Nothing is in storage. Each host has a folder of its own for its memory; host 1 comes back with an empty one."""
+    write(tmp_path, checkpoint_every=0)
+    train = ["train", f"{tmp_path}/points.toml", f"--run-dir={tmp_path}/runs", "--guard.keep_in_memory=3"]
+
+    def node(number, faults):
+        memory = tmp_path / f"memory{number}"
+        memory.mkdir()
+        program = [str(SUPPORT / "faulty.py"), json.dumps({"folder": str(tmp_path)} | faults)]
+        where = ["--nodes=2", f"--node-rank={number}", f"--coordinator={two_hosts.ADDRESSES[0]}:29500"]
+        launch = [sys.executable, "-m", "jdp", "launch", "-n=1", *where, "--max-restarts=1", "--"]
+        return start(number, *launch, sys.executable, *program, *train, JDP_MEMORY_DIR=str(memory))
+
+    hosts = [node(number, {"0:1:17": "kill the node"}) for number in range(2)]
+    hosts[1].wait(SECONDS)
+    shutil.rmtree(tmp_path / "memory1")
+    codes, printed = end(hosts[0], node(1, {}))
+    assert codes == [0, 0], printed
+    (step,) = re.findall(
+        r"step (\d+) is restored from the hosts' memory, .* from other hosts; storage has no", printed[0]
+    )
+    assert step in ("12", "15"), "two copies at most are lost"
+    train_here(tmp_path / "points.toml", tmp_path / "whole", {}, devices=2)
+    killed, whole = (rows(folder / "points", "loss", "grad_norm") for folder in (tmp_path / "runs", tmp_path / "whole"))
+    assert killed == whole
+
+
+def test_the_pods_of_the_job_set_join_once_pod_0_has_a_name(start, end, tmp_path):
+    """With its command and variables, and what Kubernetes adds: an index, and the service's names.
+
+    Pod 1 is there first, and waits: pod 0's name has an address once that pod is there.
+    """
+    write(tmp_path, steps=3)
+    text = (EXPERIMENTS / "cluster" / "jobset.yaml").read_text().replace("/jdp/", f"{tmp_path}/")
+    (tmp_path / "experiment").mkdir()
+    for name in ("points.toml", "points.npz"):
+        shutil.copy(tmp_path / name, tmp_path / "experiment" / name.replace("points.toml", "experiment.toml"))
+    spec = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+
+    def pod(index):
+        return start(index, sys.executable, "-m", *container["command"], JOB_COMPLETION_INDEX=str(index), **given)
+
+    pod_1 = pod(1)
+    waits = "process 1 of 2 is here: waiting, as process 0 does not answer at train-workers-0-0.train:8476 ("
+    wait_for(lambda: waits in (tmp_path / "out1").read_text(), [pod_1])
+    for number in range(2):
+        with (tmp_path / f"hosts{number}").open("a") as names:
+            names.write(f"{two_hosts.ADDRESSES[0]} train-workers-0-0.train\n")
+    codes, printed = end(pod(0), pod_1)
+    assert codes == [0, 0] and "step 3/3  loss" in printed[0], printed

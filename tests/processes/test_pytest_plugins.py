@@ -1,0 +1,137 @@
+"""pytest's options and markers of this suite, each in a pytest of its own: skips in CI, tenths, times."""
+
+import textwrap
+
+import pytest
+import skips
+import tenth
+from own_process import run_pytest
+
+# In CI, a test that skips because a package is missing is an error that names the package.
+
+MODULES = {
+    "test_inside.py": """
+        import pytest
+
+        def test_one():
+            pytest.importorskip("no_such_package.part")
+    """,
+    "test_whole.py": """
+        import pytest
+
+        pytest.importorskip("no_such_package.part")
+
+        def test_one(): ...
+    """,
+    "test_marked.py": """
+        import pytest
+
+        @pytest.mark.skipif(True, reason="no_such_package is not there")
+        def test_one(): ...
+    """,
+    "test_allowed.py": """
+        import pytest
+
+        @pytest.mark.skipif(True, reason="root may write anywhere")
+        def test_one(): ...
+
+        @pytest.mark.xfail
+        def test_two():
+            raise ValueError
+    """,
+}
+
+
+def pytest_on(folder, name, **environment):
+    """Run pytest on one of `MODULES`."""
+    (folder / name).write_text(textwrap.dedent(MODULES[name]))
+    return run_pytest(folder, "-q", "-p", "skips", name, **environment)
+
+
+@pytest.mark.parametrize("name", ["test_inside.py", "test_whole.py", "test_marked.py"])
+def test_a_skip_for_a_missing_package_fails_in_ci(tmp_path, name):
+    result = pytest_on(tmp_path, name, JDP_CI="1")
+    assert result.returncode != 0
+    assert "no_such_package" in result.stdout
+    assert "in CI" in result.stdout
+
+
+def test_elsewhere_it_is_a_skip(tmp_path):
+    result = pytest_on(tmp_path, "test_inside.py", CI="false")
+    assert result.returncode == 0
+    assert "1 skipped" in result.stdout
+
+
+def test_other_skips_and_expected_failures_stay(tmp_path):
+    result = pytest_on(tmp_path, "test_allowed.py", CI="true")
+    assert result.returncode == 0
+    assert "1 skipped, 1 xfailed" in result.stdout
+
+
+def test_the_package_is_named_with_the_command_that_installs_it():
+    text = skips.refusal("could not import 'pyarrow.parquet': No module named 'pyarrow'")
+    assert text is not None
+    assert "pyarrow.parquet cannot be imported: pip install pyarrow, or the extra it belongs to" in text
+    assert skips.refusal("could not import 'torch': No module named 'torch'") is None
+
+
+# Ten commits, one for each last digit, run every test once between them; time that is over skips, in words.
+
+NAMES = [f"test_many.py::test_one[{number}]" for number in range(40)]
+TEXT = """
+import pytest
+
+@pytest.mark.parametrize("number", range(40))
+def test_one(number): ...
+
+def test_that_fails():
+    assert False
+"""
+
+
+def pytest_with(folder, *options):
+    """Run pytest on `TEXT`."""
+    (folder / "test_many.py").write_text(TEXT)
+    return run_pytest(folder, "-v", "-p", "tenth", "-p", "skips", *options, "test_many.py", JDP_CI="1")
+
+
+def test_a_commit_runs_the_tests_of_its_tenth(tmp_path):
+    result = pytest_with(tmp_path, "--tenth", "c0ffee", "-k", "test_one")
+    assert "tenth: 0 of 0 to 9" in result.stdout  # 12648430
+    ran = {line.partition(" ")[0] for line in result.stdout.splitlines() if " PASSED" in line}
+    assert ran == {name for name in NAMES if tenth.tenth_with(name) == int("c0ffee", 16) % 10} != set()
+
+
+def test_ten_tenths_are_all_tests_and_no_other_process_parts_them_otherwise():
+    """crc32 is the same on every machine, where Python's own hash of a text is another in every process."""
+    assert tenth.tenth_with(NAMES[0]) == 1
+    assert {tenth.tenth_with(name) for name in NAMES} == {tenth.tenth_of(f"{number:x}") for number in range(90, 100)}
+
+
+def test_time_that_is_over_skips_in_words_and_a_failure_before_fails(tmp_path):
+    over = pytest_with(tmp_path, "--within", "0")
+    assert over.returncode == 0
+    assert "41 skipped" in over.stdout
+    assert tenth.OVER in over.stdout
+    assert pytest_with(tmp_path, "--within", "1000").returncode == 1
+
+
+def test_what_is_no_commit_is_refused(tmp_path):
+    result = pytest_with(tmp_path, "--tenth", "HEAD")
+    assert result.returncode == 4
+    assert "argument --tenth: invalid" in result.stderr
+    with pytest.raises(ValueError, match="takes a commit's hash; given 'HEAD'"):
+        tenth.tenth_of("HEAD")
+
+
+# Ids that `@pytest.mark.default_ids` names exist.
+
+
+def test_an_id_that_was_renamed_is_an_error(tmp_path):
+    text = '@pytest.mark.default_ids("one-*")\n@pytest.mark.parametrize("x", [1, 2], ids=["one-a", "two"])\n'
+    (tmp_path / "test_ids.py").write_text(f"import pytest\n\n{text}def test_it(x): ...\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  rest\n  default_ids\n")
+    options = ("-q", "-p", "markers", "-m", "not rest", "test_ids.py")
+    assert "1 passed, 1 deselected" in run_pytest(tmp_path, *options).stdout
+    (tmp_path / "test_ids.py").write_text(f"import pytest\n\n{text.replace('one-a', 'first')}def test_it(x): ...\n")
+    assert "test_it has no id like ['one-*']" in run_pytest(tmp_path, *options).stdout

@@ -1,0 +1,62 @@
+"""GPUs that are not there: steps and attention compiled for them, and jdp's descriptions against XLA's."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.base.chips import GPUS
+from jdp.experiment.losses import text_loss
+from jdp.foresight.targets.descriptions import device_fields, written
+from jdp.foresight.targets.relocate import abstract_on
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.verify import report
+from jdp.models import build
+
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "triton-softmax-rewriter"}
+"""XLA's options that compile for described GPUs in half the time: products by cuBLAS, softmaxes by plain kernels.
+
+What a step sends does not depend on it. Tests of what it holds, and of its time, say which of their programs have them.
+"""
+
+
+def compiled_step(name, config, plan, *columns, partitioning=None):
+    """Compile a step of 16 rows for the target of this name; return the program, and whether it keeps the contract."""
+    state = jdp.abstract_state(
+        lambda rng: build(config, rngs=nnx.Rngs(rng)), optax.sgd(1e-3), plan, rng=jax.random.key(0)
+    )
+    step = jdp.make_train_step(
+        text_loss, plan, precision="bf16", partitioning=partitioning, compiler=WITHOUT_TRITON, check_loss=False
+    )
+    batch = {column: np.zeros((16, config.context), np.int32) for column in ("tokens", "targets", "weights", *columns)}
+    devices = target(name)
+    candidate = abstract_on(step, state, batch, devices)
+    compiled = candidate.compile(devices)
+    return compiled, report(candidate.step, candidate.state, compiled, name)
+
+
+def with_gradients(form):
+    """Return a program that computes `form` and the gradients of its arguments, given that of its result."""
+
+    @jax.jit
+    def run(cotangent, *arguments):
+        mixed, pull = jax.vjp(form, *arguments)
+        return mixed, *pull(cotangent)
+
+    return run
+
+
+def differences(kind: str, dumped: str) -> list[str]:
+    """A line for each field that our description of a GPU states and that the device of a dump has otherwise.
+
+    Newer XLAs dump more of a device (rates of its units, its PCIe, ECC), which is not compared; nor are versions.
+    """
+    device = device_fields(dumped)
+    return [
+        f"{name}: shipped {value}, device {device.get(name, 'nothing')}"
+        for name, value in device_fields(written(GPUS[kind])).items()
+        if device.get(name) != value
+        and not (name == "clock_rate_ghz" and float(device[name]) == pytest.approx(float(value)))
+    ]

@@ -1,0 +1,35 @@
+"""Python in processes of its own, with the jdp of this checkout."""
+
+import os
+import subprocess
+import sys
+
+from paths import ROOT, SUPPORT
+
+
+def environment(**variables):
+    return os.environ | {"PYTHONPATH": str(ROOT)} | variables
+
+
+def python(*words, cwd=None, timeout=300, **variables):
+    """Run Python with these words to its end; return the ended process, with its output as text."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(
+        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def run_pytest(folder, *words, **variables):
+    """Run pytest in a process that knows nothing of jdp's own tests, and where they run, and finds their plugins."""
+    for name in ("CI", "JDP_CI", "PYTEST_ADDOPTS"):
+        variables.setdefault(name, "")
+    own = {"PYTHONPATH": str(SUPPORT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | variables
+    return python("-m", "pytest", "-rs", "-p", "no:cacheprovider", *words, cwd=folder, timeout=100, **own)
+
+
+def start_python(*words, cwd=None, stdin=None, stderr=subprocess.PIPE, **variables):
+    """Start Python with these words; return the process, whose output comes as text."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment(**variables), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, text=True
+    )

@@ -1,0 +1,223 @@
+"""Checkpoints that cannot be written or read: one clear error each, what was saved before stays whole, and nothing
+half-written is ever taken for a checkpoint."""
+
+import itertools
+import json
+import logging
+import re
+import shutil
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from damage import cut, files_of_at_most, small_disk, vouch
+
+import jdp
+
+# When one of several reads or writes fails, Orbax leaves the others where they are.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+
+TX = optax.adamw(0.1)
+SIZE = 200
+VALUES = np.random.default_rng(0).normal(size=(SIZE, SIZE)).astype(np.float32)  # does not compress: 160 kB
+
+
+def init(rng):
+    return {"w": jnp.asarray(VALUES), "b": jnp.zeros(8)}
+
+
+def plan():
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
+
+
+def target(init=init, tx=TX):
+    return jdp.abstract_state(init, tx, plan(), rng=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return jdp.init_state(init, TX, plan(), rng=jax.random.key(0))
+
+
+def at(state, count):
+    return replace(state, step=jnp.int32(count))
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+# Writing.
+
+
+def test_a_disk_that_fills_is_said_at_the_next_wait_and_the_run_may_go_on(tmp_path, state, caplog):
+    with jdp.Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(at(state, 1), {"n": 1})
+        checkpoints.wait()
+        with caplog.at_level(logging.ERROR), files_of_at_most(50_000):
+            checkpoints.save(at(state, 2), {"n": 2})  # in the background
+            message = (
+                rf"Checkpoint 2 was not saved in {re.escape(str(tmp_path))}: File too large "
+                r"\(earlier checkpoints are whole: 1\)\. Free space there, keep fewer"
+            )
+            with pytest.raises(jdp.CheckpointError, match=message):
+                checkpoints.wait()
+        assert [record for record in caplog.records if "Traceback" in caplog.text] == []
+        assert (checkpoints.latest, names(tmp_path)) == (1, [".jdp-checkpoints", "1"])
+        checkpoints.wait()  # said once
+        assert checkpoints.restore(target())[1] == {"n": 1}
+        checkpoints.save(at(state, 2), {"n": 3})  # there is room again
+        checkpoints.wait()
+        assert checkpoints.restore(target())[1] == {"n": 3}
+        assert checkpoints.steps == [2]
+
+
+def test_an_error_in_the_background_is_said_by_the_next_save_or_at_the_end(tmp_path, state):
+    with jdp.Checkpoints(tmp_path) as checkpoints, files_of_at_most(50_000):
+        checkpoints.save(at(state, 1))
+        with pytest.raises(jdp.CheckpointError, match="Checkpoint 1 was not saved"):
+            checkpoints.save(at(state, 2))
+    failing = pytest.raises(jdp.CheckpointError, match="Checkpoint 3 was not saved")
+    with files_of_at_most(50_000), failing, jdp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at(state, 3))
+    with files_of_at_most(50_000), pytest.raises(KeyError), jdp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at(state, 4))
+        raise KeyError  # what ended the run comes first
+    assert names(tmp_path) == [".jdp-checkpoints"]
+
+
+def test_a_clock_that_jumps_during_a_save_is_no_time_that_it_took(tmp_path, state, monkeypatch):
+    """As on a machine that was suspended for hours: by itself Orbax waits 20 minutes for a save."""
+    wall, jumps = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: wall() + 100 * next(jumps))
+    with jdp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at(state, 1), {"n": 1})
+    assert checkpoints.steps == [1]
+
+
+def test_a_full_disk_fails_in_one_sentence_and_a_single_save_changes_nothing(tmp_path, state):
+    with (
+        files_of_at_most(50_000),
+        pytest.raises(jdp.CheckpointError, match=r"one was not saved: File too large\. Free"),
+    ):
+        jdp.save(tmp_path / "one", state)
+    assert list(tmp_path.iterdir()) == []
+    jdp.save(tmp_path / "one", at(state, 1))
+    with files_of_at_most(50_000), pytest.raises(jdp.CheckpointError, match=r"one was not saved"):
+        jdp.save(tmp_path / "one", at(state, 2), overwrite=True)
+    assert int(jdp.restore(tmp_path / "one", target()).step) == 1
+
+
+def test_no_space_left_on_a_real_disk(tmp_path, state):
+    with small_disk(tmp_path / "disk", "900k"), jdp.Checkpoints(tmp_path / "disk") as checkpoints:
+        checkpoints.save(at(state, 1))
+        checkpoints.wait()
+        checkpoints.save(at(state, 2))
+        with pytest.raises(jdp.CheckpointError, match=r"Checkpoint 2 was not saved.*: No space left on device"):
+            checkpoints.wait()
+        assert checkpoints.restore(target())[0].step == 1
+
+
+def test_a_read_only_directory_is_read_and_refuses_to_be_written(tmp_path, state):
+    with small_disk(tmp_path / "disk", "4m") as remount:
+        with jdp.Checkpoints(tmp_path / "disk") as checkpoints:
+            checkpoints.save(at(state, 1))
+        (tmp_path / "disk" / "2").mkdir()  # left by a killed run
+        remount("ro")
+        with jdp.Checkpoints(tmp_path / "disk") as checkpoints:
+            assert int(checkpoints.restore(target())[0].step) == 1
+            message = r"Checkpoint 3 was not saved in .*disk: Read-only file system .*may write to\."
+            with pytest.raises(jdp.CheckpointError, match=message):
+                checkpoints.save(at(state, 3))
+                checkpoints.wait()
+            assert checkpoints.steps == [1]
+        with pytest.raises(jdp.CheckpointError, match=r"new cannot be made a directory of checkpoints: Read-only"):
+            jdp.Checkpoints(tmp_path / "disk" / "new")
+        with pytest.raises(jdp.CheckpointError, match=r"one was not saved: Read-only file system"):
+            jdp.save(tmp_path / "disk" / "one", state)
+
+
+# Reading.
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, state):
+    """A directory with checkpoints 1 and 2."""
+    directory = tmp_path_factory.mktemp("two")
+    with jdp.Checkpoints(directory) as checkpoints:
+        for count in (1, 2):
+            checkpoints.save(at(state, count), {"n": count})
+    return directory
+
+
+def largest(folder):
+    """The file with the arrays; the manifest may lead to any of several equal copies, so all are cut."""
+    size = max(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 0.9 * size]
+
+
+DAMAGES = {
+    "array file cut": lambda step: [cut(path) for path in largest(step / "state")],
+    "manifest cut": lambda step: cut(step / "state" / "manifest.ocdbt"),
+    "table gone": lambda step: (step / "checkpoint.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_that_was_asked_for_is_named_with_those_that_are_not(two, tmp_path, damage):
+    directory = shutil.copytree(two, tmp_path / "copy")
+    DAMAGES[damage](directory / "2")
+    message = rf"{re.escape(str(directory))}/2 is damaged: (state/|checkpoint)\S* (is missing|has .* bytes of .*)\. "
+    with jdp.Checkpoints(directory) as checkpoints:
+        with pytest.raises(jdp.CheckpointError, match=message + r"Restore another, with step=\.\.\. \(there are: 1\)"):
+            checkpoints.restore(target(), 2)
+        assert checkpoints.restore(target(), 1)[1] == {"n": 1}
+    with pytest.raises(jdp.CheckpointError, match=message + "Restore another checkpoint"):
+        jdp.restore(directory / "2", target())
+
+
+def test_the_reason_is_short(two, tmp_path):
+    """TensorStore's own account of it is a page; it is asked where checksums vouch for the file."""
+    directory = shutil.copytree(two, tmp_path / "copy")
+    DAMAGES["array file cut"](directory / "2")
+    vouch(directory / "2")
+    with pytest.raises(jdp.CheckpointError) as error:
+        jdp.restore(directory / "2", target())
+    assert len(str(error.value)) < len(str(directory)) + 250 and "\n" not in str(error.value)
+    assert error.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("kind", ["gone", "file", "other"])
+def test_a_path_that_is_no_checkpoint_is_named_with_what_may_be_given(tmp_path, kind):
+    path = tmp_path / kind
+    if kind == "file":
+        path.write_text("mine")
+    elif kind != "gone":
+        path.mkdir()
+    if kind == "other":
+        (path / "7").mkdir()
+        (path / "7" / "notes.txt").write_text("mine")
+    why = "does not exist" if kind == "gone" else "is not a checkpoint and holds none"
+    with pytest.raises(jdp.CheckpointError, match=rf"{kind} {why}\. Pass a checkpoint of jdp\.save, "):
+        jdp.restore(path, target())
+
+
+def test_only_the_optimizer_differs_is_said_with_the_way_out(two):
+    message = r"same optimizer; .*/2 has opt_state/0/.* as .*The model is the same: .*\(restore_params\)"
+    with jdp.Checkpoints(two) as checkpoints:
+        with pytest.raises(jdp.CheckpointError, match=message):
+            checkpoints.restore(target(tx=optax.sgd(0.1, momentum=0.9)))
+        params = checkpoints.restore_params(target(tx=optax.sgd(0.1, momentum=0.9))).params
+    np.testing.assert_array_equal(params["w"], VALUES)
+
+
+def test_another_versions_checkpoint_is_refused_by_its_format(two, tmp_path):
+    directory = shutil.copytree(two, tmp_path / "copy")
+    (directory / "2" / "checkpoint.json").write_text(json.dumps({"format": 99, "leaves": {}, "record": {}}))
+    vouch(directory / "2")
+    with pytest.raises(jdp.CheckpointError, match=r"another version of jdp, in format 99; this version reads format 1"):
+        jdp.restore(directory, target())

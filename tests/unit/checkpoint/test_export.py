@@ -1,0 +1,242 @@
+"""safetensors: what others write is read, and what is written others read. Names: test_hugging_face.py."""
+
+import json
+import math
+import tracemalloc
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from damage import files_of_at_most
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import numpy
+
+import jdp
+from jdp.base import notices
+from jdp.checkpoint.safetensors.files import Stored
+from jdp.export import Names, Part, Tensor, export_safetensors, gpt2_names, import_safetensors, llama_names
+from jdp.models import GPT, GPTConfig
+
+TX = optax.sgd(0.1, momentum=0.9)
+GPT2 = GPTConfig(
+    vocab_size=48, context=8, layers=2, width=16, heads=4, mlp_width=24,
+    positions="learned", activation="gelu", norm="layer", bias=True, tied=True,
+)  # fmt: skip
+LLAMA = GPTConfig(vocab_size=48, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
+
+
+def plan_of(strategy="zero3", **axes):
+    count = math.prod(axes.values()) if axes else 8
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:count], **(axes or {"data": 8})), strategy, min_shard_size=16)
+
+
+def target(config, plan):
+    return jdp.abstract_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
+
+
+def made(config, plan):
+    """A state whose norms and biases are random too, so that each is seen in the logits."""
+    state = jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), TX, plan, rng=jax.random.key(1))
+    leaves, tree = jax.tree.flatten(state.params)
+    noise = [np.random.default_rng(i).normal(0, 0.2, x.shape).astype(x.dtype) for i, x in enumerate(leaves)]
+    moved = [jax.device_put(np.asarray(x) + n, x.sharding) for x, n in zip(leaves, noise, strict=True)]
+    return replace(state, params=jax.tree.unflatten(tree, moved))
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return made(GPT2, plan_of())
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return made(LLAMA, plan_of())
+
+
+def bits(tree):
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def assert_same_bits(got, want):
+    got, want = bits(got), bits(want)
+    assert got.keys() == want.keys()
+    for path in want:
+        assert got[path].dtype == want[path].dtype and got[path].tobytes() == want[path].tobytes(), path
+
+
+def loaded(path):
+    """The tensors as the safetensors package reads them."""
+    return numpy.load_file(path)
+
+
+# Out and in again.
+
+
+@pytest.mark.parametrize("limit", [10**9, 5000], ids=["one file", "shards"])
+def test_what_goes_out_comes_back_bit_by_bit_born_sharded(llama, tmp_path, limit):
+    export_safetensors(tmp_path / "model.safetensors", llama, names=llama_names(LLAMA), max_shard_bytes=limit)
+    plan = plan_of("zero3", data=2, model=2)
+    state = import_safetensors(tmp_path, target(LLAMA, plan), names=llama_names(LLAMA))
+    assert_same_bits(state.params, llama.params)
+    for leaf, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(plan.shardings(state).params), strict=True):
+        assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.opt_state))
+
+
+def test_a_scanned_model_is_read_by_an_unrolled_one(gpt2, tmp_path):
+    export_safetensors(tmp_path / "m.safetensors", gpt2, names=gpt2_names(GPT2))
+    unrolled = replace(GPT2, scan=False)
+    plan = plan_of("ddp", data=1)
+    state = import_safetensors(tmp_path / "m.safetensors", target(unrolled, plan), names=gpt2_names(unrolled))
+    np.testing.assert_array_equal(
+        state.params["layers"]["1"]["attention"]["key"]["kernel"],
+        gpt2.params["layers"]["attention"]["key"]["kernel"][1],
+    )
+    export_safetensors(tmp_path / "again.safetensors", state, names=gpt2_names(unrolled))
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
+
+
+def test_without_names_the_paths_are_the_names_and_model_state_goes_along(tmp_path):
+    def init(rng):
+        return nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(rng)), nnx.BatchNorm(16, rngs=nnx.Rngs(rng)))
+
+    state = jdp.init_state(init, TX, plan_of("zero1"), rng=jax.random.key(0))
+    state = replace(state, model_state=jax.tree.map(lambda x: x + 3, state.model_state))
+    export_safetensors(tmp_path / "m.safetensors", state)
+    names = {"layers.0.kernel", "layers.0.bias", "layers.1.scale", "layers.1.bias", "layers.1.mean", "layers.1.var"}
+    assert loaded(tmp_path / "m.safetensors").keys() == names
+    fresh = jdp.init_state(init, TX, plan_of("ddp", data=2), rng=jax.random.key(5))
+    back = import_safetensors(tmp_path / "m.safetensors", fresh)
+    assert_same_bits([back.params, back.model_state], [state.params, state.model_state])
+    assert back.opt_state is fresh.opt_state and back.step is fresh.step
+
+
+def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
+    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": {"c": jnp.float32(7), "half": jnp.ones(3, jnp.float16)}}
+    export_safetensors(tmp_path / "ours.safetensors", tree)
+    theirs = numpy.load_file(tmp_path / "ours.safetensors")
+    np.testing.assert_array_equal(theirs["a"], tree["a"])
+    assert theirs["b.c"].shape == () and theirs["b.half"].dtype == np.float16
+    numpy.save_file(theirs, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    assert_same_bits(import_safetensors(tmp_path / "theirs.safetensors", tree), tree)
+
+
+def test_weights_are_cast_on_the_way_out_and_losing_bits_on_the_way_in_is_said(llama, tmp_path, monkeypatch, capsys):
+    tree = {"w": jnp.float32([1 + 2**-7, 1 + 2**-9]), "count": jnp.int32(3)}
+    export_safetensors(tmp_path / "half.safetensors", tree, dtype=jnp.bfloat16)
+    wide = import_safetensors(tmp_path / "half.safetensors", tree)
+    np.testing.assert_array_equal(wide["w"], np.float32([1 + 2**-7, 1.0]))
+    assert wide["count"] == 3
+    export_safetensors(tmp_path / "full.safetensors", tree)
+    monkeypatch.setattr(notices, "_said", set())
+    narrow = import_safetensors(tmp_path / "full.safetensors", {**tree, "w": tree["w"].astype(jnp.bfloat16)})
+    assert narrow["w"].dtype == jnp.bfloat16
+    assert "float32 are rounded to bfloat16 on import, first w" in capsys.readouterr().err
+
+
+def test_shards_follow_the_convention_and_a_single_file_takes_their_place(tmp_path):
+    tree = {name: jnp.full(100, float(i)) for i, name in enumerate("abc")}
+    path = tmp_path / "model.safetensors"
+    export_safetensors(path, tree, max_shard_bytes=800)
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 1200, "jdp": jdp.__version__}
+    assert index["weight_map"] == {"a": first, "b": first, "c": second}
+    for given in (path, tmp_path, tmp_path / "model.safetensors.index.json"):
+        assert_same_bits(import_safetensors(given, tree), tree)
+    export_safetensors(path, tree)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_the_host_holds_one_tensor_at_a_time(tmp_path):
+    sharding = NamedSharding(jdp.make_mesh(data=8), PartitionSpec("data"))
+    tree = {name: jax.device_put(jnp.ones((512, 512)), sharding) for name in "abcdef"}  # 1 MiB each
+    export_safetensors(tmp_path / "warm.safetensors", {"w": jax.device_put(jnp.ones((512, 512)), sharding)})
+    tracemalloc.start()
+    try:
+        export_safetensors(tmp_path / "m.safetensors", tree)
+        left, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * 2**20 and left < 2**18
+
+
+def test_only_a_devices_own_shard_is_read(tmp_path, monkeypatch):
+    """Of a stack of layers, each device takes from the file the elements that it keeps."""
+    tree = {"w": jnp.arange(4 * 8 * 6, dtype=jnp.float32).reshape(4, 8, 6)}
+    names = {f"layer.{n}": Tensor((Part("w", n),), transposed=True) for n in range(4)}
+    export_safetensors(tmp_path / "m.safetensors", tree, names=names)
+    sizes, read = [], Stored.read
+    monkeypatch.setattr(
+        Stored, "read", lambda stored, cut: (sizes.append(read(stored, cut).size), read(stored, cut))[1]
+    )
+    sharding = NamedSharding(jdp.make_mesh(data=4, model=2), PartitionSpec("data", None, "model"))
+    aim = {"w": jax.ShapeDtypeStruct((4, 8, 6), jnp.float32, sharding=sharding)}
+    assert_same_bits(import_safetensors(tmp_path / "m.safetensors", aim, names=names), tree)
+    assert sizes == [4 * 8 * 6 // 8] * 8  # a device holds one layer's half
+
+
+# What a file may lack, and what it may not.
+
+
+@pytest.mark.parametrize(
+    ("aim", "message"),
+    [
+        ({"w": (5,), "b": (2,)}, r"has w as \[4\], but the model's w needs \[5\]"),
+        ({"w": (4,), "bias": (2,)}, r"has no bias, which holds bias; its closest name is b\."),
+        ({"w": (4,)}, r"has b float32\[2\], which the model does not use"),
+    ],
+    ids=["shape", "missing", "unexpected"],
+)
+def test_a_file_of_another_model_is_refused_by_the_first_tensor_that_differs(tmp_path, aim, message):
+    export_safetensors(tmp_path / "m.safetensors", {"w": jnp.ones(4), "b": jnp.ones(2)})
+    with pytest.raises(jdp.CheckpointError, match=message):
+        import_safetensors(tmp_path / "m.safetensors", {name: jnp.zeros(shape) for name, shape in aim.items()})
+
+
+@pytest.mark.parametrize("also", ["h.0.attn.bias", "lm_head.weight"])
+def test_the_hubs_own_gpt2_file_is_read(gpt2, tmp_path, also):
+    """Its names have no prefix, and it holds the causal mask; some hold a tied head twice."""
+    export_safetensors(tmp_path / "m.safetensors", gpt2, names=gpt2_names(GPT2, prefix=""))
+    held = numpy.load_file(tmp_path / "m.safetensors")
+    held[also] = held["wte.weight"] if also == "lm_head.weight" else np.ones((1, 1, 8, 8), np.float32)
+    assert "h.0.attn.c_attn.weight" in held
+    numpy.save_file(held, tmp_path / "hub.safetensors")
+    aim = target(GPT2, plan_of("zero2", data=4))
+    assert_same_bits(
+        import_safetensors(tmp_path / "hub.safetensors", aim, names=gpt2_names(GPT2, prefix="")).params, gpt2.params
+    )
+    with pytest.raises(jdp.CheckpointError, match=r"has no transformer.wte.weight.*closest name is wte.weight"):
+        import_safetensors(tmp_path / "hub.safetensors", aim, names=gpt2_names(GPT2))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"a": "w", "b": "v"}, "b to v, but the model has no such parameter; it has w"),
+        ({}, r"w \[2, 3\] has none"),
+        ({"a": "w", "b": "w"}, r"w \[2, 3\] has 2"),
+        (Names({"a": Tensor((Part("w", 1),))}), r"w \[2, 3\] has 1"),
+    ],
+    ids=["no such parameter", "no name", "two names", "a layer left out"],
+)
+def test_names_that_do_not_cover_the_parameters_are_refused(tmp_path, names, message):
+    with pytest.raises(jdp.CheckpointError, match=message):
+        export_safetensors(tmp_path / "m.safetensors", {"w": jnp.ones((2, 3))}, names=names)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Disks that do not take it.
+
+
+def test_a_disk_that_fills_leaves_the_file_that_was_there(tmp_path):
+    path = tmp_path / "m.safetensors"
+    export_safetensors(path, {"w": jnp.ones(4)})
+    with files_of_at_most(10_000), pytest.raises(jdp.CheckpointError, match=r"was not written: File too large.*Free"):
+        export_safetensors(path, {"w": jnp.ones(10_000)})
+    assert_same_bits(import_safetensors(path, {"w": jnp.zeros(4)}), {"w": jnp.ones(4)})
+    assert [file.name for file in tmp_path.iterdir()] == ["m.safetensors"]

@@ -1,0 +1,190 @@
+"""Checkpoints do not lie: whatever changes on the disk, in whichever file, is found, and the one before is taken."""
+
+import filecmp
+import functools
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from damage import cut, flip, zero_page
+
+import jdp
+from jdp.base import notices
+from jdp.checkpoint import check
+
+SIZE = 640  # arrays of 1.6 MB: small ones are kept in files that have checksums of their own
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+def init(rng):
+    return {"w": jax.random.normal(rng, (SIZE, SIZE)), "b": jnp.zeros(8)}
+
+
+@functools.cache
+def plan():
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2], data=2), "zero3")
+
+
+@functools.cache
+def target():
+    return jdp.abstract_state(init, TX, plan(), rng=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def base():
+    return jdp.init_state(init, TX, plan(), rng=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def saved(base, tmp_path_factory):
+    """A directory with steps 1 and 2, and a copy of it to repair it from. Tests leave it as it was."""
+    directory = tmp_path_factory.mktemp("saved") / "checkpoints"
+    fill(directory, base, 1, 2)
+    return directory, shutil.copytree(directory, directory.with_name("copy"))
+
+
+@pytest.fixture
+def own(saved, tmp_path):
+    """A copy of the directory with steps 1 and 2 that a test may change."""
+    return shutil.copytree(saved[0], tmp_path / "own")
+
+
+@pytest.fixture(autouse=True)
+def fresh_notices():
+    notices._said.clear()
+
+
+def fill(directory, base, *steps):
+    with jdp.Checkpoints(directory) as checkpoints:
+        for step in steps:
+            checkpoints.save(at(base, step), {"n": step}, {"loss": 1.0 / step})
+
+
+def at(base, step):
+    return replace(base, step=jnp.int32(step))
+
+
+def files_of(folder):
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def arrays_of(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir() if path.name != ".jdp-checkpoints")
+
+
+# Every kind of damage to every kind of file.
+
+
+def test_whatever_changes_in_whichever_file_is_found_and_the_one_before_is_restored(saved, base, capsys):
+    """All kinds of damage to all files of a step, and 60 more bits of its arrays: none is restored in silence."""
+    directory, copy = saved
+    step, rng = directory / "2", np.random.default_rng(0)
+    kinds = {
+        "bit flip": lambda file: flip(file, rng.integers(file.stat().st_size), rng.integers(8)),
+        "zeroed page": lambda file: zero_page(file, rng.integers(file.stat().st_size)),
+        "truncation": cut,
+        "deletion": lambda file: file.unlink(),
+    }
+    damages = [(name, kind) for name in files_of(step) for kind in kinds]
+    damages += [(arrays_of(step).relative_to(step), "bit flip")] * 60
+    assert len(damages) >= 100 and arrays_of(step).stat().st_size > 2**20
+    for name, kind in damages:
+        kinds[kind](step / name)
+        if (step / name).exists() and filecmp.cmp(step / name, copy / "2" / name, shallow=False):
+            continue  # a page of zeros
+        (verdict,) = [found for found in check(directory) if found.step == 2]
+        assert verdict.status == "damaged" and verdict.problem, (name, kind)
+        shutil.copyfile(copy / "2" / name, step / name)
+    assert [found.status for found in check(directory)] == ["whole", "whole"]
+    for name in {(path.parts[0], path.parts[-1][:8]): path for path in files_of(step)}.values():  # one of each class
+        notices._said.clear()
+        kinds["bit flip"](step / name)
+        state = jdp.restore(directory, target())
+        assert int(state.step) == 1, name
+        assert f"checkpoint 2 is damaged ({verdict_of(directory)}); 1 is read instead" in capsys.readouterr().err
+        shutil.copyfile(copy / "2" / name, step / name)
+    np.testing.assert_array_equal(state.params["w"], base.params["w"])
+    assert int(jdp.restore(directory, target()).step) == 2
+
+
+def verdict_of(directory):
+    return next(found.problem for found in check(directory) if found.status == "damaged")
+
+
+# What becomes of it.
+
+
+def test_the_damaged_newest_is_set_aside_and_the_run_goes_on(own, base, capsys):
+    for aside in ("damaged-2", "damaged-2-2"):
+        notices._said.clear()
+        flip(arrays_of(own / "2"), 5000)
+        with jdp.Checkpoints(own, best="loss") as checkpoints:
+            state, record = checkpoints.restore(target())
+            assert (int(state.step), record, checkpoints.steps, checkpoints.best) == (1, {"n": 1}, [1], 1)
+            said = capsys.readouterr().err
+            assert "checkpoint 2 is damaged (state/" in said and f"set aside as {aside}; 1 is read instead" in said
+            checkpoints.save(at(state, 2), {"n": 2}, {"loss": 0.5})
+            assert checkpoints.restore(target())[1] == {"n": 2}
+        assert capsys.readouterr().err == "", "the step is saved again without a word"
+    assert names(own) == ["1", "2", "damaged-2", "damaged-2-2"]
+    assert check(own / "damaged-2")[0].status == "damaged"
+
+
+def test_weights_alone_fall_back_too(own):
+    flip(arrays_of(own / "2"), 5000)
+    assert jdp.restore_params(own, target()).params["w"].shape == (SIZE, SIZE)
+    assert names(own) == ["1", "2"], "a path that is only read from stays as it is"
+    with jdp.Checkpoints(own) as checkpoints:
+        checkpoints.restore_params(target())
+    assert names(own) == ["1", "damaged-2"]
+
+
+def test_what_was_asked_for_by_name_is_never_replaced(own):
+    flip(arrays_of(own / "2"), 5000)
+    with jdp.Checkpoints(own, best="loss") as checkpoints:
+        for step in (2, "best"):
+            with pytest.raises(jdp.CheckpointError, match=r"/2 is damaged: state/.* has changed\. Restore another"):
+                checkpoints.restore(target(), step)
+    with pytest.raises(jdp.CheckpointError, match=r"/2 is damaged: state/.* has changed\. Restore another"):
+        jdp.restore(own / "2", target())
+    assert names(own) == ["1", "2"]
+
+
+def test_where_none_is_whole_nothing_is_moved_and_all_are_named(own):
+    flip(arrays_of(own / "1"), 5000)
+    cut(own / "2" / "checkpoint.json")
+    message = (
+        r"No checkpoint in .*own is whole \(2: checkpoint.json has .* bytes of .*; 1: state/.* has changed\)\. Replace"
+    )
+    with jdp.Checkpoints(own) as checkpoints, pytest.raises(jdp.CheckpointError, match=message):
+        checkpoints.restore(target())
+    with pytest.raises(jdp.CheckpointError, match=message):
+        jdp.restore(own, target())
+    assert names(own) == ["1", "2"]
+
+
+@pytest.mark.parametrize("damage", [cut, lambda file: flip(file, 40), lambda file: file.unlink()])
+def test_a_checkpoint_whose_metrics_are_damaged_is_not_the_best_and_stays(own, base, damage):
+    with jdp.Checkpoints(own, best="loss", keep=1) as checkpoints:
+        assert checkpoints.best == 2
+        damage(own / "2" / "checkpoint.json")
+        assert checkpoints.best == 1
+        checkpoints.save(at(base, 3))
+    assert names(own) == ["1", "2", "3"]
+
+
+def test_a_run_is_checked_by_its_folder_and_a_single_checkpoint_by_its_own(own, base, tmp_path):
+    (tmp_path / "run").mkdir()
+    own.rename(tmp_path / "run" / "checkpoints")
+    assert [(found.step, found.status) for found in check(tmp_path / "run")] == [(1, "whole"), (2, "whole")]
+    jdp.save(tmp_path / "one", base)
+    assert [(found.step, found.status) for found in check(str(tmp_path / "one"))] == [(None, "whole")]
+    assert check(tmp_path / "nothing") == []

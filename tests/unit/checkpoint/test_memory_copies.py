@@ -1,0 +1,252 @@
+"""Copies of the state in the hosts' memory: what a restart finds, what never counts, what is left there.
+
+The memory is a folder of the test. `test_two_hosts.py` has two hosts with a folder each.
+"""
+
+import errno
+import functools
+import os
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp.base import notices
+from jdp.checkpoint.memory import copies, host
+from jdp.checkpoint.memory.generation import Slot
+
+TX = optax.adam(1e-2)
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path, monkeypatch):
+    """This user's folder in what stands for the host's memory; every notice is given anew."""
+    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setenv(host.VARIABLE, str(tmp_path))
+    return tmp_path / f"jdp-{os.getuid()}"
+
+
+def init(rng):
+    return {"w": jax.random.normal(rng, (6, 10)), "v": jnp.ones(5, jnp.bfloat16), "none": jnp.zeros((0, 4))}
+
+
+@functools.cache
+def first_state(strategy, count):
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:count], data=count), strategy, min_shard_size=1)
+    return jdp.init_state(init, TX, plan, rng=jax.random.key(0))
+
+
+def state_at(step, strategy="zero3", count=4):
+    """A state whose weights and number are those of the step."""
+    state = first_state(strategy, count)
+    params = jax.tree.map(lambda x: jax.device_put(np.asarray(x) + step, x.sharding), state.params)
+    return replace(state, step=jax.device_put(np.int32(step), state.step.sharding), params=params)
+
+
+def bits(state):
+    leaves = jax.tree.leaves(state)
+    keys = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
+    return [np.asarray(x).tobytes() for x in keys]
+
+
+def opened(tmp_path, keep_in_memory=1):
+    return jdp.Checkpoints(tmp_path / "run", keep_in_memory=keep_in_memory)
+
+
+def killed(checkpoints):
+    """What a kill leaves: everything that was committed."""
+    checkpoints._memory._wait()
+    checkpoints._memory._folder.close()
+
+
+def left_by(tmp_path, *steps, stored=None):
+    """Keep these steps in memory, store one, and be killed."""
+    checkpoints = opened(tmp_path)
+    for step in steps:
+        checkpoints.save_in_memory(state_at(step), {"said": step})
+        if step == stored:
+            checkpoints.save(state_at(step), {"said": step})
+    checkpoints.wait()
+    killed(checkpoints)
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("zero3", 4), ("ddp", 2), ("zero1", 3), ("zero2", 1)])
+def test_a_restart_takes_the_newest_state_onto_any_strategy_and_devices(strategy, count, tmp_path, capsys):
+    left_by(tmp_path, 3, 4, 7, stored=4)
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.latest == 7 and checkpoints.steps == [4]
+        state, record = checkpoints.restore(state_at(0, strategy, count))
+        assert record == {"said": 7} and bits(state) == bits(state_at(7))
+        assert "step 7 is restored from the hosts' memory; the newest checkpoint in" in capsys.readouterr().err
+        checkpoints.save(state)  # it is in memory alone: this is not taken for a step that was saved
+        checkpoints.wait()
+        assert checkpoints.steps == [4, 7]
+
+
+def test_parts_that_go_through_pinned_memory_a_few_at_a_time_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "_PINNED_FOR", ("cpu",))
+    monkeypatch.setattr(copies, "_AT_ONCE", 100)
+    left_by(tmp_path, 3, 4, 7)
+    with opened(tmp_path) as checkpoints:
+        assert bits(checkpoints.restore(state_at(0, "zero1", 3))[0]) == bits(state_at(7))
+
+
+def test_storage_is_read_where_it_is_newer(tmp_path):
+    left_by(tmp_path, 3, stored=3)
+    with jdp.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(state_at(8), {"said": 8})
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.restore(state_at(0))[1] == {"said": 8}
+
+
+def half_written(memory, number):
+    """The index of the newest is not there yet."""
+    newest = max(memory.glob("*/*.json"), key=lambda file: file.stat().st_mtime_ns)
+    newest.rename(newest.with_suffix(".new"))
+
+
+def flipped(memory, number):
+    for file in memory.glob("*/*.[01]"):
+        content = bytearray(file.read_bytes())
+        index = file.with_name(f"{file.name}.json").read_text()
+        if f'"key": [{number},' in index:
+            content[0] ^= 4
+            file.write_bytes(content)
+
+
+def changed_index(memory, number):
+    for file in memory.glob("*/*.json"):
+        text = file.read_text()
+        if f'"key": [{number},' in text:
+            file.write_text(text.replace('"said"', '"lied"'))
+
+
+@pytest.mark.parametrize("damage", [half_written, flipped, changed_index])
+def test_what_is_not_whole_does_not_count_and_the_one_before_is_read(damage, memory, tmp_path, capsys):
+    left_by(tmp_path, 3, 4, 7, stored=3)
+    damage(memory, 7)
+    with opened(tmp_path) as checkpoints:
+        state, record = checkpoints.restore(state_at(0))
+    assert record == {"said": 4} and bits(state) == bits(state_at(4))
+    assert ("step 7 in the hosts' memory is damaged" in capsys.readouterr().err) == (damage is flipped)
+
+
+def test_two_generations_are_kept_and_the_restored_one_is_not_overwritten(memory, tmp_path):
+    left_by(tmp_path, 3, 4, 7)
+    for kill in (9, 10):
+        checkpoints = opened(tmp_path)
+        checkpoints.restore(state_at(0))
+        for step in range(kill, kill + 1):
+            checkpoints.save_in_memory(state_at(step))
+        indexes = "".join(file.read_text() for file in memory.glob("*/*.json"))
+        killed(checkpoints)
+        assert re.findall(r'"key": \[(\d+)', indexes).count("7" if kill == 9 else "9") == 1
+    assert len(list(memory.glob("*/*.[01]"))) == 2
+
+
+def test_a_run_that_went_back_forgets_what_was_newer(tmp_path):
+    left_by(tmp_path, 3, 7, stored=3)
+    checkpoints = opened(tmp_path)
+    checkpoints.restore(state_at(0), 3)
+    checkpoints.save_in_memory(state_at(5), {"said": 5})
+    killed(checkpoints)
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.restore(state_at(0))[1] == {"said": 5}
+
+
+def test_the_memory_is_given_back_at_the_end_and_kept_for_a_next_start(memory, tmp_path, capsys):
+    left_by(tmp_path, 3)
+    with opened(tmp_path) as checkpoints:
+        checkpoints.restore(state_at(0))
+    assert "step 3 stays in" in capsys.readouterr().err and list(memory.glob("*/*.[01]"))
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(checkpoints.restore(state_at(0))[0])
+    assert list(memory.iterdir()) == []
+
+
+def test_a_new_run_in_an_old_runs_place_finds_nothing_of_it(memory, tmp_path):
+    left_by(tmp_path, 3)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (old,) = memory.iterdir()
+    os.utime(old, (0, 0))
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.latest is None
+        checkpoints.save_in_memory(state_at(1))
+        checkpoints.save(state_at(1))
+        assert len(list(memory.iterdir())) == 1, "what nobody uses was removed"
+
+
+def test_a_directory_whose_copies_a_live_run_writes_is_not_opened_twice(tmp_path):
+    checkpoints = opened(tmp_path)
+    checkpoints.save_in_memory(state_at(3), {"said": 3})
+    with pytest.raises(jdp.CheckpointError, match="allow one run at a time"):
+        opened(tmp_path)
+    killed(checkpoints)
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.restore(state_at(0))[1] == {"said": 3}
+
+
+@pytest.mark.parametrize("where", ["save", "save_in_memory"])
+def test_a_loop_that_goes_back_forgets_its_own_later_copies(where, tmp_path):
+    checkpoints = opened(tmp_path)
+    checkpoints.save(state_at(5), {"said": 5})
+    for step in (6, 7):
+        checkpoints.save_in_memory(state_at(step), {"said": "abandoned"})
+    checkpoints.restore(state_at(0), 5)
+    checkpoints.go_back(5)
+    getattr(checkpoints, where)(state_at(6), {"said": 6})
+    checkpoints.wait()
+    killed(checkpoints)
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.restore(state_at(0))[1] == {"said": 6}
+
+
+def test_a_run_that_went_on_without_copies_is_not_overtaken_by_old_ones(tmp_path):
+    left_by(tmp_path, 9)
+    with jdp.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(state_at(6), {"said": 6})
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.restore(state_at(0))[1] == {"said": 6}
+
+
+def test_a_full_memory_in_mid_run_costs_no_complete_copy(tmp_path, monkeypatch, capsys):
+    checkpoints = opened(tmp_path)
+    assert checkpoints.save_in_memory(state_at(3), {"said": 3})
+
+    def full(*given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Slot, "open", full)
+    assert not any(checkpoints.save_in_memory(state_at(step)) for step in (4, 5, 6))
+    killed(checkpoints)
+    assert capsys.readouterr().err.count("has no room for a copy of the state (No space left on device)") == 1
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.restore(state_at(0))[1] == {"said": 3}
+
+
+def test_a_host_without_room_says_so_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    found = os.statvfs(tmp_path)
+    full = os.statvfs_result((*found[:4], 0, *found[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with opened(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save_in_memory(state_at(step))
+    printed = capsys.readouterr().err
+    assert printed.count("keep_in_memory holds two copies of this host's part of the state; they need") == 1
+    assert opened(tmp_path).latest is None
+
+
+def test_a_folder_that_others_may_read_is_refused(memory, tmp_path):
+    memory.mkdir(mode=0o755)
+    with pytest.raises(jdp.CheckpointError, match=r"closed to other users; .* with mode 0700"):
+        opened(tmp_path)
+    memory.chmod(0o700)
+    with pytest.raises(ValueError, match="a number of steps, 0 or more; given -1"):
+        opened(tmp_path, keep_in_memory=-1)
+    with jdp.Checkpoints(tmp_path / "run") as checkpoints, pytest.raises(ValueError, match="keep_in_memory=10"):
+        checkpoints.save_in_memory(state_at(1))

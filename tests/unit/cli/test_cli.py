@@ -1,0 +1,332 @@
+"""The command line: complete help, one clear error and exit 2 for a user's mistake, JSON alone on stdout."""
+
+import importlib
+import inspect
+import io
+import json
+import os
+import platform
+import re
+import sys
+import types
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_experiment import SMALL
+
+import jdp
+from jdp.base import machine
+from jdp.cli import main as cli
+from jdp.cli.help import USUAL_KEYS
+from jdp.cli.options import UsageError, split_overrides, write_file
+from jdp.core.cluster.initialize import is_lost_peer
+from jdp.core.cluster.schedulers import find_cluster
+from jdp.experiment.file import Experiment, describe
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return str(path)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a function in the place of the training loop: what it does is not the point here."""
+
+    def install(run: Callable[..., Any]) -> None:
+        module = types.ModuleType("jdp.run.loop")
+        module.__dict__["run"] = run
+        monkeypatch.setitem(sys.modules, "jdp.run.loop", module)
+        monkeypatch.setattr(jdp.run, "loop", module, raising=False)
+
+    return install
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name, line in cli.COMMANDS.items():
+        assert f"\n  {name} " in text
+        assert line == importlib.import_module(f"jdp.cli.{name}").Options.__doc__.splitlines()[0]
+
+
+def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdout", stream := io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert cli.main(["--help"]) == 0
+    stream.seek(0)
+    assert stream.readline() == "usage: jdp COMMAND \\u2026\n"
+
+
+def test_no_command_is_a_mistake_and_shows_the_help_on_stderr(capsys: pytest.CaptureFixture[str]):
+    assert cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert "usage: jdp COMMAND" in shown.err and not shown.out
+
+
+def test_the_help_of_train_lists_the_usual_keys(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "(default" not in text and "…" not in text
+    heading, *keys = text[text.index("The usual keys") :].rstrip().splitlines()
+    assert "--help-all has every key" in heading
+    assert [line.split()[0] for line in keys if line.startswith("  --")] == [f"--{name}" for name in USUAL_KEYS]
+    assert "--strategy Sharding over the data axis: ddp, zero1, zero2, zero3." in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_help_of_a_command_lists_every_option(name: str, capsys: pytest.CaptureFixture[str]):
+    """With the whole of its docstring, in lines of at most 120 letters."""
+    source = inspect.getsource(importlib.import_module(f"jdp.cli.{name}").Options)
+    assert cli.main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 120
+    docs = re.findall(r'"""(.*?)"""', source.replace(r"\\", "\\"), re.DOTALL)
+    assert docs and [doc for doc in docs if " ".join(doc.split()) not in " ".join(text.split())] == []
+
+
+def test_help_all_lists_every_key_with_type_default_and_description(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["train", "--help-all"]) == 0
+    text = capsys.readouterr().out
+    for option in ("--run-dir DIR", "--json", "FILE", "--profile "):
+        assert option in text
+    for _, keys in describe():
+        for key in keys:
+            assert f"--{key.name}  {key.type}  (" in text
+            assert key.description.split()[0] in text
+    assert "--train.accumulate  int >= 1  (default 1)" in text
+
+
+def test_version_shows_what_an_error_report_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for package, version in (("jax_cuda13_plugin", "0.9"), ("nvidia_cudnn_cu13", "9.8.7"), ("nvidia_nccl_cu13", "2.3")):
+        info = tmp_path / f"{package}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["--version"]) == 0
+    own = [f"jdp {jdp.__version__}", f"Python {platform.python_version()}", f"jax {jax.__version__}"]
+    cuda = ["jax-cuda13-plugin 0.9", "cuDNN 9.8.7", "NCCL 2.3"]
+    assert capsys.readouterr().out.splitlines() == [*own, f"jaxlib {metadata.version('jaxlib')}", *cuda]
+
+
+TWO_NODES = ("--nodes", "2", "--node-rank", "0", "--coordinator", "h:1")
+MISTAKES = {
+    "unknown command": (["trian", "x.toml"], "jdp has no command 'trian'; did you mean train?"),
+    "no such file": (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
+    "misspelt option": (["train", "FILE", "--run-dri", "x"], "there is no option --run-dri; did you mean --run-dir?"),
+    "wrong type": (["train", "FILE", "--train.steps", "many"], "--train.steps must be a whole number"),
+    "a flag for a value": (["train", "FILE", "--train.steps", "--json"], "--train.steps needs a value"),
+    "mesh": (["train", "FILE", "--mesh.data", "3"], "data=3, but there are 8 devices"),
+    "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
+    "target of brackets": (["verify", "FILE", "--target", "NESTED:1x8"], "is nested too deeply"),
+    "nothing to launch": (["launch", "-n", "2", "x.toml"], "what to launch comes after --; given no --"),
+    "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more processes; given 0"),
+    "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
+    "launch with wrong steps": (
+        ["launch", "-n", "2", "--", "FILE", "--profile", "60:70"],
+        "from 1 to train.steps = 50",
+    ),
+    "nodes without a place": (
+        ["launch", "-n", "2", "--nodes", "2", "--", "x.py"],
+        "several machines need --node-rank and --coordinator; given --nodes 2 without --node-rank and --coordinator",
+    ),
+    "a place out of range": (
+        ["launch", "-n", "2", "--nodes", "2", "--node-rank", "2", "--coordinator", "h:1", "--", "x.py"],
+        "numbered from 0 to --nodes - 1; given --node-rank 2 of --nodes 2",
+    ),
+    "launch of too few devices on all nodes": (
+        ["launch", "-n", "2", *TWO_NODES, "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
+        "data=3, but there are 8 devices",
+    ),
+    "run dir of a program": (["launch", "-n", "2", "--run-dir", "x", "--", "x.py"], "--run-dir is for experiments"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_a_users_mistake_is_one_error_on_stderr_and_exit_2(
+    file: str, arguments: list[str], expected: str, capfd: pytest.CaptureFixture[str]
+):
+    nested = Path(file).parent / "nested.toml"
+    nested.write_text("x = " + "[" * 500)
+    names = {"FILE": file, "NESTED:1x8": f"{nested}:1x8"}
+    assert cli.main([names.get(word, word) for word in arguments]) == 2
+    shown = capfd.readouterr()
+    assert shown.err.startswith("error: ") and shown.err.count("error:") == 1
+    assert expected in shown.err and "Traceback" not in shown.err and shown.err.count("\n") == 1
+    assert not shown.out
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["train", "a", "b"], ["launch", "-n", "x", "--", "a.py"]])
+def test_wrong_options_exit_2_on_stderr(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert cli.main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err and "Traceback" not in shown.err and not shown.out
+
+
+def test_a_file_is_replaced_a_link_stays_one_and_what_is_no_file_is_written_to(tmp_path: Path):
+    file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    file.write_text("before")
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (link, pipe):
+        write_file(path, "after")
+    assert file.read_text() == "after" and link.is_symlink() and os.read(reader, 100) == b"after"
+    os.close(reader)
+    with pytest.raises(UsageError, match="/dev/full cannot be written: No space left on device; choose another file"):
+        write_file(Path("/dev/full"), "x")
+    assert sorted(tmp_path.iterdir()) == [file, link, pipe] and Path("/dev/full").is_char_device()
+
+
+def test_the_experiment_reaches_the_loop_with_its_overrides(file: str, tmp_path: Path, loop: Callable[..., None]):
+    seen: dict[str, Any] = {}
+    loop(lambda experiment, **given: seen.update(experiment=experiment, **given) or {})
+    runs = tmp_path / "a" / "runs"
+    assert cli.main(["train", "--train.steps", "5", file, "--strategy=zero3", "--run-dir", str(runs)]) == 0
+    experiment = seen["experiment"]
+    assert isinstance(experiment, Experiment)
+    assert (experiment.train.steps, experiment.strategy) == (5, "zero3")
+    assert seen["root"] == runs and seen["quiet"] is False
+
+
+def test_json_is_all_there_is_on_stdout(
+    file: str, tmp_path: Path, loop: Callable[..., None], capfd: pytest.CaptureFixture[str]
+):
+    def run(experiment: Experiment, *, quiet: bool, profile: range | None, **_: object) -> dict[str, Any]:
+        assert quiet and profile == range(2, 5)
+        print("from Python")
+        os.write(1, b"from C++\n")
+        return {"name": experiment.name, "final_loss": float("nan")}
+
+    loop(run)
+    assert cli.main(["train", file, "--json", "--run-dir", str(tmp_path), "--profile", "2:4"]) == 0
+    shown = capfd.readouterr()
+    expected = {"name": "small", "final_loss": None, "nonfinite": {"final_loss": "nan"}}
+    assert json.loads(shown.out) == expected and shown.out.count("\n") == 1
+    assert "from Python" in shown.err and "from C++" in shown.err
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def run(*_: object, **__: object) -> None:
+        raise error
+
+    return run
+
+
+def numpy_mistake(*_: object, **__: object) -> None:
+    np.zeros(3).reshape(2, 2)
+
+
+def python_mistake_inside_jdp(*_: object, **__: object) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMPI_COMM_WORLD_SIZE", "three")
+        find_cluster()
+
+
+@pytest.mark.parametrize(
+    "run", [raising(KeyError("x")), raising(ValueError("outside jdp")), numpy_mistake, python_mistake_inside_jdp]
+)
+def test_a_fault_of_the_program_keeps_its_traceback(
+    file: str, tmp_path: Path, loop: Callable[..., None], capsys: pytest.CaptureFixture[str], run: Callable[..., Any]
+):
+    loop(run)
+    assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_value_error_that_jdp_raises_anywhere_in_a_run_is_a_users_mistake(
+    file: str, tmp_path: Path, loop: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    from jdp.core.sharding.mesh import make_mesh
+
+    loop(lambda *_, **__: make_mesh(data=3))
+    assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: The mesh must multiply") and "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(75), 75), (SystemExit(), 0), (SystemExit("no"), 1)]
+)
+def test_a_run_that_is_stopped_has_its_exit_code(
+    file: str, tmp_path: Path, loop: Callable[..., None], error: BaseException, code: int
+):
+    loop(raising(error))
+    assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == code
+
+
+def test_overrides_are_parted_from_a_commands_own_arguments():
+    words = ["--a.b", "-1", "FILE", "--json", "--a.c=x=y", "--run_dir", "D", "-h", "--seed", "3", "--a.e="]
+    own, overrides = split_overrides(words, ["--json", "--run-dir"])
+    assert own == ["FILE", "--json", "--run_dir", "D", "-h"]
+    assert overrides == {"a.b": "-1", "a.c": "x=y", "seed": "3", "a.e": ""}
+
+
+def platform_chosen(monkeypatch: pytest.MonkeyPatch, devices: int | None = None) -> dict[str, Any]:
+    updates: dict[str, Any] = {}
+    monkeypatch.setattr(jax.config, "update", lambda name, value: updates.update({name: value}))
+    machine.choose_platform(devices)
+    return updates
+
+
+@pytest.mark.parametrize(
+    ("nvidia", "installed", "environment", "chosen"),
+    [
+        (False, {"jax_cuda13_plugin"}, {}, {"jax_platforms": "cpu"}),
+        (True, {"jax_cuda13_plugin"}, {}, {}),
+        (False, set[str](), {}, {}),
+        (False, {"jax_cuda13_plugin", "libtpu"}, {}, {}),
+        (False, {"jax_cuda13_plugin"}, {"TPU_LIBRARY_PATH": "/libtpu.so"}, {}),
+        (False, {"jax_cuda13_plugin"}, {"JAX_PLATFORMS": "tpu"}, {}),
+    ],
+)
+def test_a_cuda_plugin_is_not_started_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    nvidia: bool,
+    installed: set[str],
+    environment: dict[str, str],
+    chosen: dict[str, str],
+):
+    monkeypatch.setattr(machine, "has_nvidia", lambda: nvidia)
+    monkeypatch.setattr(machine, "find_spec", lambda name: True if name in installed else None)
+    for name in ("JAX_PLATFORMS", "TPU_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert platform_chosen(monkeypatch) == chosen
+
+
+def test_visible_gpus_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "find_spec", lambda name: name == "jax_cuda13_plugin" or None)
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-abc"}) == ["2", "GPU-abc"]
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}) == []
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cuda,cpu"}) == ["0"]
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == [], "JAX could not use it"
+
+
+def test_a_lost_peer_is_told_from_faults_of_this_process(monkeypatch: pytest.MonkeyPatch):
+    """What JAX says of Gloo is from a run of two processes, one of which met a damaged image."""
+    gone = jax.errors.JaxRuntimeError(
+        "FAILED_PRECONDITION: Gloo AllReduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    )
+    assert not is_lost_peer(gone), "a process on its own has no peers"
+    monkeypatch.setattr("jdp.core.cluster.initialize.joined_as", lambda: (0, 2))
+    assert is_lost_peer(gone)
+    assert not is_lost_peer(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not is_lost_peer(ConnectionResetError("Connection reset by peer")), "a data server's, not a process's"
+    barrier = TimeoutError("Timed out while waiting for async_write_complete barrier.")
+    assert not is_lost_peer(barrier), "not of the coordination service"
+    barrier.__cause__ = jax.errors.JaxRuntimeError("INTERNAL: …")
+    assert is_lost_peer(barrier), "as Orbax tells it"

@@ -1,0 +1,75 @@
+"""`jdp new` writes an experiment to start from, and says what comes next."""
+
+import tomllib
+
+import pytest
+
+from jdp.cli import main as cli
+from jdp.experiment.file import copied, load, shipped, to_toml
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_new_file_is_the_shipped_experiment_under_its_own_name(here, capsys):
+    assert cli.main(["new", "mine"]) == 0
+    assert capsys.readouterr().out == "wrote mine.toml. Next:\n  jdp plan mine.toml\n  jdp train mine.toml\n"
+    assert load("mine.toml") == load("quickstart", {"name": "mine"})
+    assert "#   jdp train mine.toml\n# Hardware: 4 virtual CPU devices" in (here / "mine.toml").read_text()
+
+
+@pytest.mark.rest
+def test_the_commands_that_come_next_work(here, capsys):
+    assert cli.main(["new", "mine"]) == 0
+    for command in capsys.readouterr().out.splitlines()[1:]:
+        name, file = command.split()[1:]
+        small = ["--devices", "none", "--model.layers", "1", "--model.width", "16", "--model.heads", "2"]
+        small += ["--train.steps", "1", "--optimizer.warmup_steps", "0", "--train.eval_batches", "1"]
+        assert cli.main([name, file, *small, "--sample", "none"]) == 0
+    assert (here / "runs" / "mine" / "summary.json").is_file()
+
+
+@pytest.mark.parametrize("start", sorted(shipped().keys() - {"finetune_hf_llama", "continue_pretraining", "sft_chat"}))
+def test_every_shipped_experiment_can_be_started_from(here, start):
+    """As it is, but for the name: paths too, which start at the same folder."""
+    assert cli.main(["new", "mine", "--from", start]) == 0
+    assert to_toml(load("mine.toml")) == to_toml(load(start, {"name": "mine"}))
+
+
+def test_a_model_to_download_is_looked_for_beside_the_file():
+    table = tomllib.loads(copied("finetune_hf_llama", "mine"))
+    assert (table["model"]["name"], table["train"]["init_from"]) == ("hf:llama", "llama")
+
+
+@pytest.mark.aot
+def test_an_experiment_for_gpus_is_planned_for_as_many_as_its_mesh_has(capsys):
+    targets = {"gpt2_124m": "h100:1x8", "hsdp": "h100:8x8", "digits_resnet": None}
+    for start, target in targets.items():
+        assert cli.main(["new", start, "--from", start]) == 0
+        assert f"jdp plan {start}.toml{f' --target {target}' if target else ''}\n" in capsys.readouterr().out
+
+
+def test_the_help_names_what_is_shipped(capsys):
+    assert cli.main(["new", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [name for name in shipped() if name not in shown] == []
+
+
+MISTAKES = {
+    "exists": (["mine"], "jdp new replaces no file; given mine.toml, which exists: choose another NAME"),
+    "ending": (["other.toml"], "NAME is without .toml; given other.toml: write other"),
+    "path": (["a/b"], "NAME must be letters, digits, dots, dashes and underscores, up to 200"),
+    "unknown start": (["other", "--from", "x"], f"that jdp ships, one of {', '.join(shipped())}; given"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_error_and_writes_nothing(here, capsys, arguments, expected):
+    (here / "mine.toml").write_text("kept")
+    assert cli.main(["new", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and expected in shown.err and shown.err.count("\n") == 1 and not shown.out
+    assert [file.name for file in here.iterdir()] == ["mine.toml"] and (here / "mine.toml").read_text() == "kept"

@@ -1,0 +1,156 @@
+"""The state is born sharded, bitwise the same on any mesh, and `abstract_state` is its description."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+
+
+class Model(nnx.Module):
+    """Initialisers of several kinds, a BatchNorm's state, and a Dropout's keys."""
+
+    def __init__(self, *, rngs):
+        self.embedding = nnx.Embed(64, 32, rngs=rngs)  # normal
+        self.layers = nnx.List([nnx.Linear(32, 24, rngs=rngs)])  # truncated normal
+        self.norm = nnx.BatchNorm(24, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def make(rng):
+    return Model(rngs=nnx.Rngs(rng))
+
+
+def plan_of(strategy, **axes):
+    count = int(np.prod(list(axes.values())))
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:count], **axes), strategy, min_shard_size=64)
+
+
+def initial(plan, rng=None, init=make):
+    return jdp.init_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(3) if rng is None else rng)
+
+
+def values(state):
+    """Every leaf by path, on the host; the key as its words."""
+    words = jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, state)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(words)}
+
+
+@functools.cache
+def reference():
+    return values(initial(plan_of("ddp", data=1)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes"),
+    [
+        ("zero3", {"data": 2}),
+        ("zero2", {"replica": 2, "data": 4}),
+        ("zero1", {"data": 8}),
+        ("ddp", {"data": 8}),
+    ],
+)
+@pytest.mark.default_ids("zero3-axes0", "zero1-axes2", "ddp-axes3")
+def test_initial_values_are_bitwise_the_same_on_any_mesh(strategy, axes):
+    state = initial(plan_of(strategy, **axes))
+    got, want = values(state), reference()
+    assert got.keys() == want.keys()
+    for path in want:
+        np.testing.assert_array_equal(got[path], want[path], err_msg=path, strict=True)
+    sharded = [leaf for leaf in jax.tree.leaves(state.params) if not leaf.is_fully_replicated]
+    assert len(sharded) == (0 if strategy == "ddp" else 2)  # the kernel and the embedding
+
+
+def test_steps_do_not_draw_what_init_drew():
+    init = lambda rng: {"w": jax.random.normal(rng, (8,))}  # noqa: E731
+    state = jdp.init_state(init, optax.sgd(0.1), plan_of("ddp", data=1), rng=jax.random.key(3))
+    for count in range(3):
+        drawn = jax.random.normal(jax.random.fold_in(state.rng, count), (8,))
+        assert not np.array_equal(drawn, state.params["w"])
+    assert not np.array_equal(jax.random.normal(state.rng, (8,)), state.params["w"])
+
+
+@pytest.mark.parametrize(("strategy", "bound"), [("zero3", 0.5), ("ddp", 3.5)])
+def test_no_device_ever_holds_what_it_will_not_keep(strategy, bound, monkeypatch):
+    """The memory of the programs that make the state, in copies of the parameters: under ZeRO-3 over eight devices the
+    result is 3/8 of one (weights and two moments), and its temporaries must not hold a whole array either."""
+    compiled, jit = [], jax.jit
+
+    def spy(function, **options):
+        jitted = jit(function, **options)
+
+        def call(*args):
+            compiled.append(jitted.lower(*args).compile())
+            return compiled[-1](*args)
+
+        return call if "out_shardings" in options else jitted
+
+    def init(rng):
+        first, second = jax.random.split(rng)
+        return {"w": jax.random.normal(first, (256, 512)), "v": jax.random.truncated_normal(second, -2, 2, (512, 256))}
+
+    monkeypatch.setattr(jax, "jit", spy)
+    initial(jdp.Plan(jdp.make_mesh(), strategy), init=init)
+    memory, copy = [program.memory_analysis() for program in compiled], 4 * 2 * 256 * 512
+    assert max(one.temp_size_in_bytes for one in memory) < bound * copy
+    kept = 3 * copy // (8 if strategy == "zero3" else 1)
+    assert kept <= sum(one.output_size_in_bytes for one in memory) < kept + 1024 * len(memory)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_abstract_state_describes_the_real_one(strategy):
+    plan, tx = plan_of(strategy, data=8), optax.adamw(1e-3)
+    real = jdp.init_state(make, tx, plan, rng=jax.random.key(3))
+    described = jdp.abstract_state(make, tx, plan, rng=jax.random.key(3))
+    assert jax.tree.structure(described) == jax.tree.structure(real)
+    for (path, about), leaf in zip(jax.tree.leaves_with_path(described), jax.tree.leaves(real), strict=True):
+        assert isinstance(about, jax.ShapeDtypeStruct), path
+        assert (about.shape, about.dtype) == (leaf.shape, leaf.dtype), path
+        assert about.sharding == leaf.sharding, path
+    for leaf, sharding in zip(jax.tree.leaves(real), jax.tree.leaves(plan.shardings(real)), strict=True):
+        assert leaf.sharding == sharding
+
+
+class Filled(nnx.Module):
+    def __init__(self):
+        self.w, self.seen = nnx.Param(jnp.full(8, 0.1)), nnx.BatchStat(jnp.full(8, 2))
+
+
+@pytest.mark.parametrize("init", [lambda _: {"w": jnp.full(8, 0.1)}, lambda _: Filled()], ids=["tree", "module"])
+def test_a_filled_array_does_not_compile_the_step_twice(init):
+    """`jnp.full` without a dtype is weakly typed, which is another type to JAX than what a step returns."""
+    state = initial(plan_of("ddp", data=2), init=init)
+    described = jdp.abstract_state(init, optax.adamw(1e-3), plan_of("ddp", data=2), rng=jax.random.key(3))
+    for leaf, about in zip(jax.tree.leaves(state), jax.tree.leaves(described), strict=True):
+        assert jax.typeof(leaf).str_short() == jax.typeof(about).str_short()
+        assert not getattr(leaf, "weak_type", False) and not getattr(about, "weak_type", False)
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        (lambda rng: {"w": jnp.zeros(8), "table": jnp.zeros(8, jnp.int32)}, "floating point.*; table is int32"),
+        (lambda rng: {}, "given one without"),
+        (lambda rng: nnx.Dropout(0.1, rngs=nnx.Rngs(rng)), "given one without"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(init, message):
+    with pytest.raises(ValueError, match=message):
+        jdp.abstract_state(init, optax.sgd(0.1), plan_of("ddp", data=1), rng=jax.random.key(0))
+
+
+def test_linens_other_collections_are_not_trained_as_parameters():
+    def init(rng):
+        return {"params": {"w": jnp.ones(3)}, "batch_stats": {"mean": jnp.zeros(3)}}
+
+    plan, tx, rng = jdp.Plan(jdp.make_mesh()), optax.sgd(0.1), jax.random.key(0)
+    with pytest.raises(ValueError, match=r"'batch_stats' would be trained.*variables\[\"params\"\].*ToNNX"):
+        jdp.abstract_state(init, tx, plan, rng=rng)
+    assert jdp.abstract_state(init, tx, plan, rng=rng, wrt="params/*").static.trained == (False, True)
+    for others in ({}, {"head": {"w": jnp.ones(3)}}, {"batch_stats": {}}):  # a name of one's own, and nothing in it
+        jdp.abstract_state(lambda rng, others=others: {"params": {"w": jnp.ones(3)}, **others}, tx, plan, rng=rng)

@@ -1,0 +1,252 @@
+"""The layer loop: one maths for scanned, unrolled and plain layers, and under ZeRO-3 one layer gathered at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.base import notices
+from jdp.foresight.program.collectives import collectives
+
+LAYERS, WIDTH = 3, 16
+
+
+def block(layer, x):
+    return x + jnp.tanh(x @ layer["w"] + layer["b"])
+
+
+def stacked(rng=None, layers=LAYERS):
+    rng = jax.random.key(0) if rng is None else rng
+    return {"w": jax.random.normal(rng, (layers, WIDTH, WIDTH)) / 4, "b": jnp.full((layers, WIDTH), 0.1)}
+
+
+def unstacked(layers):
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(LAYERS)]
+
+
+def value_and_grads(loop):
+    """Of a scalar of the last activations, by the stacked layers and the first activations."""
+    x = jax.random.normal(jax.random.key(1), (4, WIDTH))
+    return jax.jit(jax.value_and_grad(lambda layers, x: (loop(layers, x) ** 2).sum(), argnums=(0, 1)))(stacked(), x)
+
+
+@functools.cache
+def plain_loop():
+    def loop(layers, x):
+        for layer in unstacked(layers):
+            x = block(layer, x)
+        return x
+
+    return value_and_grads(loop)
+
+
+def close(got, want):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+POLICIES = [None, "full", "dots", jax.checkpoint_policies.dots_with_no_batch_dims_saveable]
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_scanned_layers_are_the_plain_loop(remat):
+    close(value_and_grads(lambda layers, x: jdp.scan_layers(block, layers, x, remat=remat)), plain_loop())
+
+
+@pytest.mark.parametrize(("container", "remat"), [(list, None), (list, "full"), (nnx.List, "dots")])
+def test_unrolled_layers_are_the_plain_loop(container, remat):
+    def loop(layers, x):
+        return jdp.scan_layers(block, container(unstacked(layers)), x, remat=remat)
+
+    close(value_and_grads(loop), plain_loop())
+
+
+# What the backward pass keeps.
+
+
+def primitives(jaxpr, name, inside=()):
+    """(enclosing higher-order primitives) of every equation called `name`, through all jaxprs inside."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == name:
+            yield inside
+        for inner in jaxprs_in_params(eqn.params):
+            yield from primitives(inner, name, (*inside, eqn.primitive.name))
+
+
+@pytest.mark.parametrize(
+    ("remat", "products", "tanhs"),
+    [
+        (None, 3, 1),  # forward, and two in the backward pass
+        ("dots", 3, 2),  # only what is cheap is computed again
+        ("full", 4, 2),  # everything is computed again
+        (jax.checkpoint_policies.everything_saveable, 3, 1),
+    ],
+)
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.default_ids("True-None-3-1", "True-full-4-2", "False-dots-3-2")
+def test_remat_decides_what_is_computed_again(remat, products, tanhs, scanned):
+    def loss(layers, x):
+        return jdp.scan_layers(block, layers, x, remat=remat).sum()
+
+    layers = stacked() if scanned else [jax.tree.map(lambda leaf: leaf[0], stacked())]
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(layers, jnp.ones((4, WIDTH))).jaxpr
+    assert len(list(primitives(jaxpr, "dot_general"))) == products
+    assert len(list(primitives(jaxpr, "tanh"))) == tanhs
+
+
+def marking(layer, x):
+    """A block of attention's kind, which is marked, and an MLP."""
+    x = x + checkpoint_name(x @ layer["w"], "attention")
+    return x + jnp.tanh(x @ layer["w"]) @ layer["w"]
+
+
+@pytest.mark.parametrize(
+    ("remat", "products"),
+    [("dots", 9), ("dots_except_mlp", 10), ("full", 11)],  # forward 3, and two of each in the backward pass: 9
+)
+@pytest.mark.parametrize("scanned", [True, False])
+def test_what_is_marked_is_kept_and_the_rest_computed_again(remat, products, scanned):
+    def loss(layers, x, remat=remat):
+        return jdp.scan_layers(marking, layers, x, remat=remat).sum()
+
+    layers, x = stacked() if scanned else [jax.tree.map(lambda leaf: leaf[0], stacked())], jnp.ones((4, WIDTH))
+    gradients = jax.grad(loss, argnums=(0, 1))
+    assert len(list(primitives(jax.make_jaxpr(gradients)(layers, x).jaxpr, "dot_general"))) == products
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)  # of values up to 36
+    jax.tree.map(same, gradients(layers, x), gradients(layers, x, None))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("layers", [stacked(), unstacked(stacked())])
+def test_a_policy_that_does_not_fit_is_refused(layers):
+    names = '"dots", "dots_except_mlp", "full"'
+    with pytest.raises(ValueError, match=f"remat is None, {names} or a checkpoint policy; given 'all'"):
+        jdp.scan_layers(block, layers, jnp.ones((4, WIDTH)), remat="all")
+    with pytest.raises(ValueError, match=r"checkpoint_name\(x, \"attention\"\); given a block without a mark"):
+        jdp.scan_layers(block, layers, jnp.ones((4, WIDTH)), remat="dots_except_mlp")
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ((jnp.ones((3, 4)), jnp.arange(2)), r"given 0 is \[3, 4\], 1 is \[2\]\. Stack"),
+        ({}, "given a dict without arrays. Stack the layers"),
+    ],
+)
+def test_layers_that_cannot_be_scanned_are_refused(layers, message):
+    with pytest.raises(ValueError, match=message):
+        jdp.scan_layers(lambda layer, x: x, layers, jnp.ones(4))
+
+
+def test_a_block_that_changes_the_form_of_the_activations_is_refused():
+    """One layer's weights of equal sizes look like a stack."""
+    linear, x = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.ones((4, 8))
+    said = r"given float32\[4, 8\], it returned float32\[4\]\. .*\(bias/value \[8\], kernel/value \[8, 8\]\) are one"
+    with pytest.raises(ValueError, match=said):
+        jdp.scan_layers(lambda layer, x: layer(x), linear, x)
+    weights = {"w": jnp.ones((2, 8, 8))}
+    with pytest.raises(ValueError, match=r"given float32\[4, 8\], it returned bfloat16\[4, 8\]\. Cast or reshape"):
+        jdp.scan_layers(lambda layer, x: (x @ layer["w"]).astype(jnp.bfloat16), weights, x)
+    with pytest.raises(ValueError, match="given a List as the block"):
+        jdp.scan_layers(nnx.List([linear]), lambda layer, x: layer(x), x)
+
+
+# Under a plan.
+
+ROWS, LAYER_BYTES = 16, WIDTH * WIDTH * 4
+BATCH = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
+
+
+def loss_with(loop):
+    def loss_fn(params, batch, rng):
+        return jdp.Loss((loop(params["layers"], batch["x"]) ** 2).sum(), jnp.float32(batch["x"].shape[0]))
+
+    return loss_fn
+
+
+def plan_of(strategy, **settings):
+    return jdp.Plan(jdp.make_mesh(), strategy, min_shard_size=64, **settings)
+
+
+def init(rng):
+    return {"layers": stacked(rng)}
+
+
+def abstract(plan, init=init):
+    return jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+
+
+def weights_moved(step, state):
+    """(kind, payload bytes, loops) of every collective that carries a weight, biases and scalars left out."""
+    found = collectives(step.compile(state, BATCH).as_text())
+    return sorted((c.kind, c.payload_bytes, c.loops) for c in found if c.payload_bytes >= LAYER_BYTES)
+
+
+def test_zero3_under_auto_gathers_each_layer_twice():
+    """In the loop, forward and backward. Under manual: `test_traced_collectives`."""
+    loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers, x))
+    plan, count = plan_of("zero3"), 8
+    loops = (count,)
+    step = jdp.make_train_step(loss_fn, plan, partitioning="auto", check_loss=False)
+    moved = weights_moved(step, abstract(plan, lambda rng: {"layers": stacked(rng, count)}))
+    assert [m for m in moved if m[0] == "all-gather"] == [("all-gather", LAYER_BYTES, loops)] * 2
+    reductions = [m for m in moved if m[0] != "all-gather"]  # XLA:CPU makes an all-reduce of it, with the bias combined
+    assert [(kind, loops) for kind, _, loops in reductions] == [("all-reduce", loops)]
+    assert reductions[0][1] <= LAYER_BYTES + 4 * WIDTH
+
+
+@pytest.fixture
+def reported(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    return lambda: [line for line in caplog.messages if "gathered for the whole step" in line]
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_a_weight_changed_outside_the_block_is_right_and_reported_once(partitioning, reported):
+    def loop(layers, x):
+        return jdp.scan_layers(block, layers | {"w": layers["w"] * 2}, x)
+
+    plan = plan_of("zero3")
+    step = jdp.make_eval_step(loss_with(loop), plan, partitioning=partitioning, check_loss=False)
+    state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    metrics = step(state, {"x": x})
+    step.lower(state, {"x": x})
+    expected = loop(jax.device_get(state.params)["layers"], x)
+    np.testing.assert_allclose(metrics["loss"], (expected**2).sum() / ROWS, rtol=1e-5)
+    [notice] = reported()
+    assert notice.startswith(
+        f"scan_layers: ['w'] {(LAYERS, WIDTH, WIDTH)} is not a parameter as it stands in the model"
+    )
+    assert "cast or reshape it inside the block" in notice
+
+
+def test_a_weight_sharded_over_its_layers_is_reported_with_the_rule_that_fixes_it(reported):
+    layers = 8
+
+    def wide(rng):
+        return {"layers": {"w": jnp.zeros((layers, WIDTH, WIDTH)), "b": jnp.zeros((layers, WIDTH))}}
+
+    def trace(rules):
+        plan = plan_of("zero3", rules=rules)
+        loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers, x))
+        jax.eval_shape(
+            jdp.make_train_step(loss_fn, plan, partitioning="manual", check_loss=False), abstract(plan, wide), BATCH
+        )
+
+    trace([("layers/b", P(None, "data"))])
+    assert reported() == []
+    trace([("layers/b", P(None, "data")), ("layers/w", P("data"))])
+    [notice] = reported()
+    assert notice.startswith("layers/w [8, 16, 16] is sharded over its layer dimension")
+    assert "Plan(..., rules=[('layers/w', PartitionSpec(None, 'data'))])" in notice

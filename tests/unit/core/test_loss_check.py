@@ -1,0 +1,391 @@
+"""A loss that is no sum over rows sees the whole batch, or is refused where a step calls it on parts.
+
+The reference is the same loss on the whole batch at once, by plain jax. Tolerance 1e-5: float32 sums in another order.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jdp
+from jdp.models.resnet import BatchNorm
+
+ROWS, WIDTH = 32, 8
+MESH = jdp.make_mesh(devices=jax.devices()[:4])
+RATE = 0.5
+
+
+def init(rng):
+    values = np.random.default_rng(0).normal(size=(WIDTH, WIDTH))  # drawing them by `rng` is a program of its own
+    return {"w": jnp.asarray(values, jnp.float32), "scale": jnp.ones(WIDTH)}
+
+
+def batch_of(rows=ROWS):
+    random = np.random.default_rng(1)
+    weight = random.integers(0, 4, rows).astype(np.float32)
+    return {"x": random.normal(size=(rows, WIDTH)).astype(np.float32), "weight": weight}
+
+
+def outputs(params, batch):
+    return (batch["x"] @ params["w"]) * params["scale"]
+
+
+def squares(params, batch):
+    return (jnp.square(outputs(params, batch)).mean(axis=1) * batch["weight"]).sum()
+
+
+def penalty(params):
+    return 0.1 * jnp.square(params["w"]).sum()
+
+
+def one_step(loss, settings, init=init, batch=None, strategy="zero1", mesh=MESH):
+    """The step, the parameters before and after it, and its metrics."""
+    plan = jdp.Plan(mesh, strategy, min_shard_size=8)
+    step = jdp.make_train_step(loss, plan, **settings)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
+    before = jax.device_get(state.params)
+    state, metrics = step(state, batch_of() if batch is None else batch)
+    return step, before, jax.device_get(state.params), metrics
+
+
+def check_equals_whole_batch(loss, settings):
+    """A step's loss and update are those of Σtotal / Σweight on the whole batch."""
+    _, before, after, metrics = one_step(loss, settings)
+
+    def objective(params):
+        value = loss(params, batch_of(), jax.random.key(0))
+        return value.total / value.weight if isinstance(value, jdp.Loss) else value
+
+    expected, gradient = jax.jit(jax.value_and_grad(objective))(before)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    for name in before:
+        np.testing.assert_allclose(after[name], before[name] - RATE * gradient[name], rtol=1e-5, atol=1e-5)
+
+
+# Terms that are no sum over examples.
+
+
+def with_penalty(params, batch, rng):
+    return jdp.Loss(squares(params, batch) + penalty(params), batch["weight"].sum())
+
+
+@pytest.mark.parametrize(("partitioning", "parts"), [(None, "data=4 × accumulate=2"), ("auto", "accumulate=2")])
+def test_a_weight_penalty_that_would_be_counted_several_times_is_refused(partitioning, parts):
+    message = rf"\({parts}\).*without rows Loss.total is [\d.]+, not 0: multiply a penalty by the weight"
+    with pytest.raises(ValueError, match=message):
+        one_step(with_penalty, {"accumulate": 2, "partitioning": partitioning})
+
+
+def weighed(params, batch, rng):
+    weight = batch["weight"].sum()
+    return jdp.Loss(squares(params, batch) + penalty(params) * weight, weight)
+
+
+def test_a_penalty_times_the_weight_is_the_whole_batch_s():
+    check_equals_whole_batch(weighed, {"accumulate": 2, "partitioning": "manual"})
+
+
+# Losses that mix examples.
+
+
+def contrastive(params, batch, rng):
+    """Each row against all others of the batch (InfoNCE, arXiv:1807.03748)."""
+    z = outputs(params, batch)
+    return jdp.Loss(-jnp.diag(jax.nn.log_softmax(z @ batch["x"].T)).sum(), jnp.float32(z.shape[0]))
+
+
+def normalised(params, batch, rng):
+    z = outputs(params, batch)
+    z = (z - z.mean(axis=0)) / (z.std(axis=0) + 1e-3)
+    return jdp.Loss((jnp.square(z - 1).sum(axis=1) * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def at_least_one(params, batch, rng):
+    """LibriSpeech's in AlgoPerf: of a part that is padding alone the weight is 1."""
+    return jdp.Loss(squares(params, batch), jnp.maximum(batch["weight"].sum(), 1))
+
+
+def zero_block(params, batch, rng):
+    """A masked batch norm behind a gate, a last scale and a head of zeros, as in residual networks."""
+    z, mask = outputs(params, batch), jnp.minimum(batch["weight"], 1)[:, None]
+    mean = (z * mask).sum(axis=0) / jnp.maximum(mask.sum(), 1)
+    z = (z - mean) * jax.lax.rsqrt((jnp.square(z - mean) * mask).sum(axis=0) / jnp.maximum(mask.sum(), 1) + 1e-3)
+    z = (batch["x"] + params["gate"] * (z * params["last"])) @ params["head"]
+    return jdp.Loss((jnp.square(z - 1) * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def mean_of_weighted_rows(params, batch, rng):
+    """A mean over rows as long as every row weighs 1."""
+    rows = batch["weight"].shape[0]
+    return jdp.Loss(squares(params, batch) / batch["weight"].sum() * rows, jnp.float32(rows))
+
+
+def mixup(params, batch, rng):
+    x = 0.6 * batch["x"] + 0.4 * batch["x"][jax.random.permutation(rng, batch["x"].shape[0])]
+    return jdp.Loss(jnp.square(outputs(params, {**batch, "x": x}) - 1).sum(), jnp.float32(len(x)))
+
+
+def on_the_whole_batch(loss, params, rows=ROWS):
+    value = jax.jit(loss)(jax.device_get(params), batch_of(rows), jax.random.key(0))
+    return value.total / value.weight
+
+
+FOUND = {
+    contrastive: "rows 8, 24 of the batch change the part of rows 0, 16: Loss.total of them is .* and not .*, the sum",
+    at_least_one: r"without rows Loss.weight is 1, not 0: return jdp.Loss\(total, mask.sum\(\)\)",
+    mixup: "change the part of rows",
+}
+
+
+@pytest.mark.parametrize("loss", [normalised, *FOUND], ids=lambda loss: loss.__name__)
+@pytest.mark.default_ids("contrastive", "at_least_one")
+def test_a_loss_that_is_no_sum_sees_all_rows_or_is_refused(loss):
+    step, before, _, metrics = one_step(loss, {})
+    assert step.partitioning == "auto" and "the loss returns jdp.Loss, but " in step.why
+    if loss is not mixup:
+        np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(loss, before), rtol=1e-5)
+    for settings in ({"accumulate": 2}, {"partitioning": "manual"}):
+        with pytest.raises(ValueError, match=f"must be a sum over rows.*{FOUND.get(loss, 'rows')}"):
+            one_step(loss, settings)
+
+
+@pytest.mark.parametrize("is_traced", [False, True], ids=["values", "in jit"])
+@pytest.mark.default_ids("values")
+def test_values_that_hide_what_rows_do_hide_nothing(is_traced):
+    """A head of zeros, and weights that are all 1: inside of `jit` weights and rows are drawn."""
+
+    def init_with_head(rng):
+        return {**init(rng), "head": jnp.zeros(WIDTH), "last": jnp.zeros(WIDTH), "gate": jnp.zeros(())}
+
+    plan, batch = jdp.Plan(MESH), {**batch_of(), "weight": np.ones(ROWS, np.float32)}
+    params = jdp.init(init_with_head, plan, rng=jax.random.key(0))
+    for loss in (zero_block, mean_of_weighted_rows):
+        gradient = jdp.value_and_grad(loss, plan, accumulate=2)
+        with pytest.raises(ValueError, match=r"must be a sum over rows.*change the part of rows"):
+            (jax.jit(gradient) if is_traced else gradient)(params, batch, jax.random.key(0))
+
+
+def by_place(params, batch, rng):
+    each = jnp.square(outputs(params, batch)).mean(axis=1)
+    return jdp.Loss((each * jnp.arange(1, len(each) + 1)).sum(), jnp.float32(len(each)))
+
+
+def test_a_loss_that_reads_a_row_s_place_is_no_sum():
+    """No row changes another's part; in another order the sum is another."""
+    step, before, _, metrics = one_step(by_place, {})
+    assert step.partitioning == "auto" and "of the same rows in the opposite order" in step.why
+    np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(by_place, before), rtol=1e-5)
+
+
+@pytest.mark.rest
+def test_a_batch_of_another_form_is_tried_anew():
+    """The same shapes under other names, with which the loss mixes rows."""
+
+    def loss(params, batch, rng):
+        return (contrastive if "other" in batch else weighed)(params, batch | {"weight": batch["x"][:, 0] ** 2}, rng)
+
+    plan, first = jdp.Plan(MESH), {"x": batch_of()["x"], "one": np.ones(ROWS, np.float32)}
+    step = jdp.make_train_step(loss, plan)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
+    state, _ = step(state, first)
+    assert step.partitioning == "manual"
+    expected = on_the_whole_batch(contrastive, state.params)
+    state, metrics = step(state, {"x": first["x"], "other": first["one"]})
+    assert step.partitioning == "auto"
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+class Centred(nnx.Module):
+    """Beside a batch norm it mixes rows of its own, in training alone."""
+
+    def __init__(self, rngs):
+        self.dense, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.deterministic = False
+
+    def __call__(self, x):
+        x = self.norm(self.dense(x))
+        return x if self.deterministic else x + jnp.square(x.mean(axis=0))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(WIDTH)(x))
+
+
+def of_linen(rng):
+    return nnx.bridge.ToNNX(Linen(), rngs=nnx.Rngs(rng)).lazy_init(jnp.ones((1, WIDTH)))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("make", "accumulate"), [(lambda rng: Centred(nnx.Rngs(rng)), 2), (of_linen, 1)], ids=["own", "linen"]
+)
+def test_a_loss_that_mixes_rows_in_training_alone_sees_whole_microbatches(make, accumulate):
+    """As one device does, which has microbatches of as many rows."""
+
+    def loss(model, batch, rng):
+        keywords = {} if isinstance(model, Centred) else {"train": rng is not None, "mutable": ["batch_stats"]}
+        return jdp.Loss(jnp.square(model(batch["x"], **keywords) - 1).sum(), jnp.float32(len(batch["x"])))
+
+    alone = jdp.make_mesh(devices=jax.devices()[:1])
+    (step, *_, many), (*_, one) = (one_step(loss, {"accumulate": accumulate}, init=make, mesh=m) for m in (MESH, alone))
+    assert step.partitioning == "auto"
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
+    with pytest.raises(ValueError, match="must be a sum over rows, and draw by row; "):
+        one_step(loss, {"partitioning": "manual"}, init=make)
+
+
+@pytest.mark.rest
+def test_a_refusal_says_how_batch_norms_take_several_microbatches():
+    """Of linen alone, with statistics in aux, and always in training mode."""
+    model, plan = Linen(), jdp.Plan(MESH, min_shard_size=8)
+    variables = jax.device_get(model.init(jax.random.key(0), jnp.ones((1, WIDTH))))
+
+    def linen(params, batch, rng):
+        y, changes = model.apply({**variables, "params": params}, batch["x"], train=True, mutable=["batch_stats"])
+        return jdp.Loss(jnp.square(y - 1).sum(), jnp.float32(len(y))), changes
+
+    def always_training(model, batch, rng):
+        y = model(batch["x"], train=True, mutable=["batch_stats"])
+        return jdp.Loss(jnp.square(y - 1).sum(), jnp.float32(len(y)))
+
+    params = jdp.place(variables["params"], plan)
+    for loss, settings in ((lambda *given: linen(*given)[0], {}), (linen, {"has_aux": True})):
+        for asked in ({"accumulate": 2}, {"partitioning": "manual"}):
+            with pytest.raises(ValueError, match=r"wrap the model in nnx\.bridge\.ToNNX"):
+                jdp.value_and_grad(loss, plan, **settings, **asked)(params, batch_of(), jax.random.key(0))
+    with pytest.raises(ValueError, match="train=rng is not None"):
+        one_step(always_training, {"accumulate": 2}, init=of_linen)
+
+
+def weighted_mean(params, batch, rng):
+    return squares(params, batch) / batch["weight"].sum()
+
+
+def test_a_scalar_sees_all_rows_and_takes_one_microbatch():
+    check_equals_whole_batch(weighted_mean, {})
+    assert one_step(weighted_mean, {})[0].why == (
+        "the loss returns a scalar, the mean over the rows that it sees, so it sees all rows"
+    )
+    with pytest.raises(ValueError, match=r"accumulate=2 calls the loss on 2 .*`return jdp.Loss\(total, weight\)`"):
+        one_step(weighted_mean, {"accumulate": 2})
+
+
+@pytest.mark.rest
+def test_a_loss_that_closes_over_a_tracer_cannot_be_tried():
+    plan, params = jdp.Plan(MESH), jdp.init(init, jdp.Plan(MESH), rng=jax.random.key(0))
+
+    def gradient(params, scale, settings):
+        loss = lambda params, batch, rng: jdp.Loss(scale * squares(params, batch), batch["weight"].sum())  # noqa: E731
+        return jdp.value_and_grad(loss, plan, **settings)(params, batch_of(), jax.random.key(0))
+
+    metrics, _ = jax.jit(lambda p, s: gradient(p, s, {}))(params, 2.0)
+    expected = 2 * float(weighted_mean(jax.device_get(params), batch_of(), None))
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="whether it is a sum over rows is not known"):
+        jax.jit(lambda p, s: gradient(p, s, {"accumulate": 2}))(params, 2.0)
+
+
+def test_an_evaluation_over_microbatches_is_checked_too():
+    """The check can be turned off: then the loss is another."""
+    plan = jdp.Plan(MESH)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
+    expected = on_the_whole_batch(contrastive, state.params)
+    evaluate = lambda **settings: jdp.make_eval_step(contrastive, plan, **settings)(state, batch_of())["loss"]  # noqa: E731
+    np.testing.assert_allclose(evaluate(), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="must be a sum over rows"):
+        evaluate(accumulate=2)
+    assert abs(evaluate(accumulate=2, check_loss=False) - expected) > 0.1
+
+
+# What is no reason for an error.
+
+
+@pytest.mark.rest
+def test_batch_norm_is_no_mixing():
+    """Its statistics are taken over all devices, and are known to be those of a microbatch."""
+
+    def module(rng):
+        rngs = nnx.Rngs(rng)
+        return nnx.Sequential(nnx.Linear(WIDTH, WIDTH, rngs=rngs), BatchNorm(WIDTH, rngs=rngs))
+
+    def loss(model, batch, rng):
+        return jdp.Loss(jnp.square(model(batch["x"]) - 1).sum(), jnp.float32(batch["x"].shape[0]))
+
+    step, *_ = one_step(loss, {"precision": "bf16"}, init=module)
+    assert step.partitioning == "manual"
+
+
+def test_every_step_is_checked_once():
+    """The second call traces nothing and computes nothing beside the step."""
+    calls = []
+
+    def counted(params, batch, rng):
+        calls.append(1)
+        return weighed(params, batch, rng)
+
+    plan = jdp.Plan(MESH)
+    step = jdp.make_train_step(counted, plan, accumulate=2)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
+    state, _ = step(state, batch_of())
+    first = len(calls)
+    step(state, batch_of())
+    assert first > 0 and len(calls) == first
+
+
+# Axes, constraints, dtypes.
+
+
+def test_a_loss_that_names_the_batch_axes_gets_an_error_that_says_where_they_exist():
+    def summed(params, batch, rng):
+        return jdp.Loss(jax.lax.psum(squares(params, batch), "data"), batch["weight"].sum())
+
+    with pytest.raises(ValueError, match=r"only under partitioning='manual'; given 'data' under 'auto'. Leave it out"):
+        one_step(summed, {})
+
+
+def test_a_constraint_on_the_batch_axes_takes_auto():
+    def constrained(params, batch, rng):
+        x = jax.lax.with_sharding_constraint(batch["x"], jax.NamedSharding(MESH, jax.P("data")))
+        return jdp.Loss(squares(params, {**batch, "x": x}), batch["weight"].sum())
+
+    check_equals_whole_batch(constrained, {"accumulate": 2})
+    step, *_ = one_step(constrained, {"accumulate": 2})
+    assert step.partitioning == "auto" and f"it shards over the axes of the batch at {__file__}" in step.why
+    with pytest.raises(ValueError, match="it shards over the axes of the batch"):
+        one_step(constrained, {"partitioning": "manual"})
+
+
+# Norms and optimizers.
+
+
+@pytest.mark.parametrize(("clip_norm", "taken"), [(1.0, True), (None, False)])
+def test_a_huge_finite_gradient_has_a_finite_norm(clip_norm, taken):
+    """Clipped it is taken; unclipped its square would be an optimizer's infinite second moment, for ever."""
+
+    def huge(params, batch, rng):
+        return jdp.Loss((params["scale"] * 1e25).sum() * batch["weight"].sum(), batch["weight"].sum())
+
+    _, before, after, metrics = one_step(huge, {"clip_norm": clip_norm})
+    np.testing.assert_allclose(metrics["grad_norm"], 1e25 * np.sqrt(WIDTH), rtol=1e-6)
+    assert metrics["skipped"] == (0 if taken else 1)
+    moved = RATE / np.sqrt(WIDTH) if taken else 0
+    np.testing.assert_allclose(before["scale"] - after["scale"], moved, rtol=1e-6)
+
+
+def test_a_metric_that_is_no_sum_is_reported(capsys):
+    def with_metrics(params, batch, rng):
+        each = (batch["x"] @ params["w"]) ** 2 if "w" in params else jnp.square(batch["x"]).sum(-1)
+        each = each.reshape(len(batch["x"]), -1).sum(-1)
+        metrics = {"sum": each.sum(), "largest": each.max(), "pair": (each.sum(), jnp.float32(len(each)))}
+        return jdp.Loss(squares(params, batch), batch["weight"].sum(), metrics)
+
+    one_step(with_metrics, {"accumulate": 2})
+    said = capsys.readouterr().err
+    assert "metric 'largest' is no sum over rows" in said
+    assert "metric 'sum'" not in said and "metric 'pair'" not in said

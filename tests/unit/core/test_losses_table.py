@@ -1,0 +1,42 @@
+"""The trial accepts losses that are sums over rows and refuses losses that mix rows."""
+
+import jax
+import optax
+import pytest
+from loss_entries import Entry
+from losses_that_mix import MIXES
+from losses_that_sum import SUMS
+
+import jdp
+
+ROWS = 8
+PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2]), min_shard_size=8)
+
+
+def tried(each: Entry):
+    """The step after the trial of the loss, which returns `jdp.Loss`, as several microbatches ask for."""
+
+    def loss(model, batch, rng):
+        if each.as_sum is not None:
+            return jdp.Loss(*each.as_sum(model, batch, rng))
+        rows = len(jax.tree.leaves(batch)[0])
+        value = each.loss(model, batch, rng)
+        return value if isinstance(value, jdp.Loss) else jdp.Loss(value * rows, rows)
+
+    state = jdp.init_state(each.init, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss, PLAN, accumulate=2)
+    step.loss.check_first(state, each.batch(ROWS))
+    return step
+
+
+@pytest.mark.parametrize("each", SUMS, ids=repr)
+@pytest.mark.default_ids("criteo", "ctc", "diffusion")
+def test_the_trial_accepts_a_sum(each):
+    assert tried(each).partitioning == "manual"
+
+
+@pytest.mark.parametrize("each", MIXES, ids=repr)
+@pytest.mark.default_ids("clip", "load_balancing", "mixup_by_a_permutation", "siblings_are_alike", "cox_survival")
+def test_the_trial_refuses_a_loss_that_mixes_rows(each):
+    with pytest.raises(ValueError, match=r"must be a sum over rows.*(change the part of rows|Loss)"):
+        tried(each)

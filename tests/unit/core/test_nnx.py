@@ -1,0 +1,383 @@
+"""Flax NNX modules as plain trees: split once, merged while a step is traced, batch statistics and dropout included."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.base import notices
+from jdp.core import flax_nnx
+
+FEATURES, ROWS = 8, 16
+
+
+class Model(nnx.Module):
+    """BatchNorm keeps state; Dropout draws from keys of its own; layers sit in a list."""
+
+    def __init__(self, *, rngs, rate=0.5, norm=True):
+        self.layers = nnx.List([nnx.Linear(FEATURES, FEATURES, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.BatchNorm(FEATURES, momentum=0.9, rngs=rngs) if norm else None
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.layers[0](x)
+        x = x if self.norm is None else self.norm(x)
+        return self.layers[1](self.dropout(x))
+
+
+def make(rng, **settings):
+    return Model(rngs=nnx.Rngs(rng), **settings)
+
+
+def loss_fn(model, batch, rng):
+    y = model(batch["x"])
+    return jdp.Loss((y**2).sum(), jnp.float32(y.shape[0]))
+
+
+def data(rows=ROWS, seed=0):
+    return {"x": np.random.default_rng(seed).normal(2.0, 3.0, (rows, FEATURES)).astype(np.float32)}
+
+
+@functools.cache
+def plan_of(strategy="ddp", devices=8):
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=16)
+
+
+TX = optax.sgd(0.1)  # an optimizer is part of what a step is traced for
+
+
+def state_of(plan, init=make):
+    return jdp.init_state(init, TX, plan, rng=jax.random.key(3))
+
+
+@pytest.fixture
+def reported(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    return lambda: caplog.messages
+
+
+class Odd(nnx.Module):
+    """Besides weights, a table that is a plain attribute; and calls leave a variable behind."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+        self.table = nnx.data(jnp.arange(FEATURES, dtype=jnp.float32))
+
+    def __call__(self, x):
+        self.seen = nnx.Intermediate(x)
+        return self.linear(x) + self.table
+
+
+def test_tables_are_kept_and_what_a_call_adds_is_dropped_and_reported(reported):
+    plan = plan_of()
+    step = jdp.make_train_step(loss_fn, plan, accumulate=2)
+    state = state_of(plan, lambda rng: Odd(nnx.Rngs(rng)))
+    assert set(state.params) == {"linear"} and set(state.model_state) == {"table"}
+    state, _ = step(state, data())
+    np.testing.assert_array_equal(state.model_state["table"], np.arange(FEATURES))
+    assert step.partitioning == "manual"  # a table is no statistic of the batch
+    assert [m for m in reported() if "not kept" in m] == [
+        "a call of the model adds seen, which is not kept between steps"
+    ]
+
+
+# In a step.
+
+
+def after_one_step(devices):
+    plan = plan_of(devices=devices)
+    state, metrics = jdp.make_train_step(loss_fn, plan, partitioning="auto")(state_of(plan), data())
+    return jax.device_get((state.params, state.model_state)), float(metrics["loss"])
+
+
+def test_batch_statistics_are_global_and_masks_independent_of_the_mesh():
+    (params, model_state), loss = after_one_step(devices=8)
+    (params_alone, model_state_alone), loss_alone = after_one_step(devices=1)
+    np.testing.assert_allclose(loss, loss_alone, rtol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), params, params_alone)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), model_state, model_state_alone)
+    first = jax.device_get(state_of(plan_of(devices=1)).params)["layers"]["0"]
+    hidden = data()["x"] @ first["kernel"] + first["bias"]
+    np.testing.assert_allclose(model_state["norm"]["mean"], 0.1 * hidden.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(model_state["norm"]["var"], 0.9 + 0.1 * hidden.var(0), rtol=1e-4)
+
+
+class Watching(nnx.Module):
+    """State beyond parameters and batch norms: a counter of calls, and a running mean of the activations."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.seen = nnx.Variable(jnp.zeros(FEATURES))
+
+    def __call__(self, x):
+        y = self.linear(x)
+        self.calls[...] += 1
+        self.seen[...] = 0.9 * self.seen[...] + 0.1 * jax.lax.stop_gradient(y.mean(0))
+        return y
+
+
+def test_a_statistic_that_jdp_does_not_know_keeps_auto_and_says_why():
+    plan = plan_of()
+    abstract = jdp.abstract_state(lambda rng: Watching(nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
+    for partitioning, why in (
+        (None, "seen may be a statistic of rows, so each call sees a whole microbatch"),
+        ("manual", "each device then computes seen over its own rows, and the values are averaged"),
+    ):
+        step = jdp.make_train_step(loss_fn, plan, accumulate=2, partitioning=partitioning)
+        jax.eval_shape(step, abstract, data())
+        assert step.partitioning == (partitioning or "auto") and why in step.why
+
+
+def test_no_call_of_a_compiled_step_walks_the_module(monkeypatch):
+    merges, merge = [], flax_nnx.Adapter.merge
+
+    def counted(self, *args, **kwargs):
+        merges.append(None)
+        return merge(self, *args, **kwargs)
+
+    monkeypatch.setattr(flax_nnx.Adapter, "merge", counted)
+    plan = plan_of()
+    step = jdp.make_train_step(loss_fn, plan)
+    state, _ = step(state_of(plan), data())
+    traced = len(merges)
+    assert traced > 0
+    for seed in range(3):
+        state, _ = step(state, data(seed=seed))
+    step(state_of(plan), data())  # a state made afresh is of the same structure
+    assert len(merges) == traced
+
+
+# What a call changes: kept, skipped or refused by the step.
+
+
+@pytest.mark.parametrize("layers", [[jnp.ones(2)], jnp.ones((1, 2))])
+def test_a_change_that_cannot_leave_the_block_is_refused_with_the_reason(layers):
+    """A dropout out of `scan_layers`' sight: in a plain object in a plain object."""
+
+    def run(x):
+        hidden = types.SimpleNamespace(inner=types.SimpleNamespace(dropout=nnx.Dropout(0.5, rngs=nnx.Rngs(0))))
+        return jdp.scan_layers(lambda layer, x: hidden.inner.dropout(x * layer), layers, x, remat="full")
+
+    with pytest.raises(ValueError, match=r"Cannot mutate RngCount.*close over the module itself"):
+        jax.eval_shape(run, jnp.ones(2))
+
+
+class Poisoned(nnx.Module):
+    """A statistic that the loss does not depend on."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+        self.seen = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.seen[...] = jax.lax.stop_gradient(jnp.where(x[:, 0].max() > 1e6, jnp.nan, self.seen[...] + 1.0))
+        return self.linear(x)
+
+
+def test_a_statistic_that_is_not_finite_skips_the_step():
+    plan = plan_of(devices=2)
+    state = state_of(plan, lambda rng: Poisoned(nnx.Rngs(rng)))
+    step = jdp.make_train_step(loss_fn, plan, partitioning="manual")
+    skipped = []
+    for largest in (1.0, 2e6, 1.0):
+        batch = data()
+        batch["x"][0, 0] = largest
+        state, metrics = step(state, batch)
+        skipped.append(int(metrics["skipped"]))
+    assert skipped == [0, 1, 1]
+    assert float(state.model_state["seen"]) == 2.0
+
+
+class Counting(nnx.Module):
+    """Counts what depends on the rows, directly or by the float `seen`; other counts do not."""
+
+    def __init__(self, rngs, through_seen):
+        self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+        self.calls, self.other = (nnx.Variable(jnp.zeros((), jnp.int32)) for _ in range(2))
+        self.seen = nnx.Variable(jnp.zeros(()))
+        self.through_seen = through_seen
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.other[...] += ((self.seen[...] if self.through_seen else x) > 0).sum(dtype=jnp.int32)
+        self.seen[...] += jax.lax.stop_gradient(x.mean())
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(("through_seen", "accumulate"), [(False, 1), (True, 2)])
+def test_manual_refuses_counts_of_the_batch(through_seen, accumulate):
+    def trace(partitioning, devices):
+        plan = plan_of("zero3", devices)
+        init = lambda rng: Counting(nnx.Rngs(rng), through_seen)  # noqa: E731
+        state = jdp.abstract_state(init, TX, plan, rng=jax.random.key(0))
+        settings = {"partitioning": partitioning, "accumulate": accumulate, "check_loss": False}
+        jax.eval_shape(jdp.make_train_step(loss_fn, plan, **settings), state, data())
+
+    with pytest.raises(
+        ValueError, match=r"other \(int32\) would depend on each device's rows.*Use partitioning='auto'"
+    ):
+        trace("manual", 4)
+    for partitioning, devices in ((None, 4), ("auto", 4), ("manual", 1)):  # alone, or seeing the whole batch
+        trace(partitioning, devices)
+
+
+class Writing(nnx.Module):
+    """Writes the normalised kernel, as nnx.SpectralNorm does, or hands its parameters through nnx.remat."""
+
+    def __init__(self, rngs, does_write):
+        self.linear, self.does_write = nnx.Linear(FEATURES, FEATURES, rngs=rngs), does_write
+
+    def __call__(self, x):
+        def run(linear, x):
+            if self.does_write:
+                linear.kernel[...] = linear.kernel[...] / jnp.linalg.norm(linear.kernel[...])
+            return linear(x)
+
+        return nnx.remat(run)(self.linear, x)
+
+
+scan = functools.partial(nnx.scan, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+HANDED_ON = {
+    "cond": lambda block, x: nnx.cond(x.sum() > 0, nnx.remat(lambda b, x: b(x)), lambda b, x: x, block, x),
+    "scan": lambda blocks, x: scan(nnx.remat(lambda b, x: b(x)))(blocks, x),
+    "jit in scan": lambda blocks, x: scan(nnx.jit(lambda b, x: b(x)))(blocks, x),
+}
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_loops_and_branches_write_no_parameter(name):
+    """They return the parameters of a block that `nnx.remat` or `nnx.jit` hands on, unchanged."""
+
+    class Handing(nnx.Module):
+        def __init__(self, rngs):
+            make = lambda rngs: nnx.Linear(FEATURES, FEATURES, rngs=rngs)  # noqa: E731
+            self.block = nnx.vmap(make)(rngs.split(2)) if "scan" in name else make(rngs)
+
+        def __call__(self, x):
+            return HANDED_ON[name](self.block, x)
+
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2]), "zero3")
+    state = jdp.abstract_state(lambda rng: Handing(nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
+    loss = lambda model, batch, rng: jdp.Loss(model(batch["x"]).sum(), jnp.float32(len(batch["x"])))  # noqa: E731
+    step = jdp.make_train_step(loss, plan, check_loss=False)
+    jax.eval_shape(step, state, {"x": np.ones((4, FEATURES), np.float32)})
+    assert step.partitioning == "manual"
+
+
+@pytest.mark.parametrize("partitioning", [None, "auto"])
+def test_a_call_that_writes_a_parameter_is_refused(partitioning):
+    """Its path is named; parameters that leave nnx.remat as they were are no write."""
+
+    def trace(does_write):
+        init = lambda rng: Writing(nnx.Rngs(rng), does_write)  # noqa: E731
+        state = jdp.abstract_state(init, TX, plan_of("zero3"), rng=jax.random.key(0))
+        jax.eval_shape(jdp.make_train_step(loss_fn, plan_of("zero3"), partitioning=partitioning), state, data())
+
+    trace(does_write=False)
+    with pytest.raises(ValueError, match=r"the optimizer alone; .* writes linear/kernel, an nnx.Param.*set_value"):
+        trace(does_write=True)
+
+
+class Temperature(nnx.Variable):
+    """A variable type of a user's."""
+
+
+class Scaled(nnx.Module):
+    """A layer, a trainable scale of another type, and a batch norm."""
+
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(FEATURES, FEATURES, rngs=rngs), nnx.BatchNorm(FEATURES, rngs=rngs)
+        self.scale = Temperature(jnp.full(FEATURES, 2.0))
+
+    def __call__(self, x):
+        return self.norm(self.linear(x)) * self.scale[...]
+
+
+@pytest.mark.parametrize("wrt", [(nnx.Param, Temperature), ..., Temperature], ids=["types", "all", "one"])
+@pytest.mark.default_ids("one")
+def test_a_filter_trains_variables_of_other_types(wrt):
+    """As nnx.Optimizer does on one device, in a step and in a custom loop."""
+    init = lambda rng: Scaled(nnx.Rngs(rng))  # noqa: E731
+    plan, key = jdp.Plan(plan_of().mesh, "zero2", min_shard_size=0), jax.random.key(3)
+    alone, module = init(jax.random.fold_in(key, 0)), jdp.init(init, plan, rng=key)
+    state, step = jdp.init_state(init, TX, plan, rng=key, wrt=wrt), jdp.make_train_step(loss_fn, plan)
+    optimizers = [nnx.Optimizer(model, TX, wrt=wrt) for model in (alone, module)]
+    gradient = jdp.value_and_grad(loss_fn, plan, wrt=wrt)
+    for seed in (0, 1):
+        objective = lambda model, batch: jnp.square(model(batch["x"])).sum(1).mean()  # noqa: E731
+        grads = nnx.grad(objective, argnums=nnx.DiffState(0, wrt))(alone, data(seed=seed))
+        optimizers[0].update(alone, grads)
+        state, _ = step(state, data(seed=seed))
+        if wrt is not ...:
+            optimizers[1].update(module, gradient(module, data(seed=seed), key)[1])
+    # float32 sums over 16 rows in another order
+    for model in (state.model, *([] if wrt is ... else [module])):
+        np.testing.assert_allclose(model.scale[...], alone.scale[...], rtol=1e-4)
+        np.testing.assert_allclose(model.linear.kernel[...], alone.linear.kernel[...], rtol=1e-4, atol=1e-5)
+    assert float(alone.scale[0]) != 2.0
+
+
+class Held(nnx.Module):
+    """Variables that hold trees, and one without elements."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Param({"w": jax.random.normal(rngs(), (FEATURES, FEATURES)), "b": (jnp.zeros(FEATURES),)})
+        self.frozen = nnx.LoRAParam({"scale": jnp.ones(FEATURES)})
+        self.none = nnx.Param(jnp.zeros((0, FEATURES)))
+        self.seen = nnx.Variable({"calls": jnp.zeros((), jnp.int32)})
+
+    def __call__(self, x):
+        linear = self.linear.get_value()
+        self.seen.set_value({"calls": self.seen.get_value()["calls"] + 1})
+        return self.frozen.get_value()["scale"] * (x @ linear["w"]) + linear["b"][0] + self.none[...].sum()
+
+
+def test_variables_that_hold_trees_train_as_on_one_device():
+    init = lambda rng: Held(nnx.Rngs(rng))  # noqa: E731
+    ends = []
+    for strategy, devices, partitioning in (("zero3", 4, "manual"), ("ddp", 1, "auto")):
+        plan = plan_of(strategy, devices)
+        state, step = state_of(plan, init), jdp.make_train_step(loss_fn, plan, partitioning=partitioning)
+        for seed in range(2):
+            state, metrics = step(state, data(seed=seed))
+        ends.append(jax.device_get((state.params, state.model_state, metrics["loss"])))
+    # sums of squares of 16 rows, in another order: 1e-5 of the largest; two steps and a norm's division: 1e-4
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *ends)
+    assert jax.tree.structure(ends[0]) == jax.tree.structure(ends[1])
+
+
+def test_a_variable_that_holds_no_arrays_is_refused_by_name():
+    class Named(nnx.Module):
+        def __init__(self):
+            self.w, self.name = nnx.Param(jnp.ones(3)), nnx.Variable("left")
+
+    with pytest.raises(ValueError, match=r"name holds 'left'. Make it a plain attribute"):
+        jdp.abstract_state(lambda rng: Named(), TX, plan_of(), rng=jax.random.key(0))
+
+
+class Functional(nnx.Module):
+    """Functions that every instance makes anew."""
+
+    def __init__(self, rngs, scale=2.0):
+        self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+        self.act = lambda x: scale * nnx.relu(x)
+        self.clip = functools.partial(jnp.clip, min=0, max=scale)
+        self.table = ((scale, lambda x, slope=scale: x * slope),)
+
+    def __call__(self, x):
+        return self.table[0][1](self.clip(self.act(self.linear(x))))
+
+
+def test_functions_made_anew_are_the_same_structure():
+    step = jdp.make_train_step(loss_fn, plan_of(devices=1))
+    for _ in range(2):
+        step(state_of(plan_of(devices=1), lambda rng: Functional(nnx.Rngs(rng))), data())
+    assert step.jitted._cache_size() == 1

@@ -1,0 +1,147 @@
+"""`jdp.value_and_grad(..., has_aux=True)`: what a loss returns beside its value, as on one device.
+
+The reference is `jax.value_and_grad` of the same loss on the whole batch; float32 sums run in another order.
+"""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+
+ROWS, WIDTH, CLASSES, KEY = 16, 8, 4, jax.random.key(0)
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+
+
+@functools.cache
+def plan_of(strategy="zero2", devices=4):
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=0)
+
+
+def init(rng):
+    return {"layers": jax.random.normal(rng, (2, WIDTH, WIDTH)) / 3, "out": jnp.ones((WIDTH, CLASSES)) / 9}
+
+
+def batch_of(rows=ROWS):
+    random = np.random.default_rng(0)
+    return {"x": random.normal(size=(rows, WIDTH)).astype("float32"), "y": random.integers(0, CLASSES, rows)}
+
+
+def loss_fn(params, batch, rng):
+    """A layer loop, noise for each row, and outputs of several shapes and dtypes."""
+    x = batch["x"] + 0.1 * jax.random.normal(rng, batch["x"].shape)
+    hidden = jdp.scan_layers(lambda layer, x: jnp.tanh(x @ layer), params["layers"], x)
+    logits = hidden @ params["out"]
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    outputs = {"logits": logits, "answer": logits.argmax(-1), "wrong": logits.argmax(-1) != batch["y"]}
+    aux = outputs, [None], hidden.reshape(-1, 2, 4)
+    return jdp.Loss(nll.sum(), jnp.float32(len(nll))), aux
+
+
+@functools.cache
+def expected():
+    def objective(params, batch):
+        loss, aux = loss_fn(params, batch, KEY)
+        return loss.total / loss.weight, aux
+
+    params = jax.jit(init)(KEY)
+    return params, jax.jit(jax.value_and_grad(objective, has_aux=True))(params, batch_of())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "partitioning", "accumulate"),
+    [("ddp", "auto", 1), ("zero1", "manual", 2), ("zero2", "auto", 2), ("zero3", "manual", 1), ("zero3", "manual", 2)],
+)
+@pytest.mark.default_ids("ddp-auto-1")
+def test_outputs_come_back_in_the_order_of_the_batchs_rows(strategy, partitioning, accumulate):
+    params, ((loss, aux), wanted) = expected()
+    plan = plan_of(strategy)
+    settings = {"partitioning": partitioning, "accumulate": accumulate}
+    gradient = jdp.value_and_grad(loss_fn, plan, has_aux=True, **settings)
+    (metrics, found), grads = gradient(jdp.place(params, plan), batch_of(), KEY)
+    assert jax.tree.structure(found) == jax.tree.structure(aux)
+    jax.tree.map(close, (metrics["loss"], found, grads), (loss, aux, wanted))
+    assert found[0]["logits"].sharding.is_equivalent_to(plan.batch_sharding, 2)
+    assert found[0]["wrong"].dtype == bool and found[0]["answer"].dtype == aux[0]["answer"].dtype
+
+
+class Stateful(eqx.Module):
+    """A batch norm that is called twice, and what counts its calls; equinox keeps both outside of the model."""
+
+    norm: eqx.nn.BatchNorm
+    layer: eqx.nn.Linear
+
+    def __init__(self, key, mode, axes):
+        self.layer = eqx.nn.Linear(WIDTH, WIDTH, key=key)
+        self.norm = eqx.nn.BatchNorm(WIDTH, axis_name=axes, mode=mode)
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.layer(x), state)
+        return self.norm(jnp.tanh(x), state)
+
+
+def stateful(mode, axes="rows"):
+    model, state = eqx.nn.make_with_state(Stateful)(KEY, mode, axes)
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def loss(params, state, batch, rng):
+        model = eqx.combine(params, static)
+        y, state = jax.vmap(model, axis_name="rows", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
+        return jdp.Loss(jnp.square(y - 1).sum(), jnp.float32(len(y))), state
+
+    return params, state, loss
+
+
+@pytest.mark.parametrize(("strategy", "mode"), [("zero2", "ema"), ("zero3", "batch")])
+@pytest.mark.default_ids("zero3-batch")
+def test_the_state_of_equinox_makes_the_round_trip(strategy, mode):
+    """With a boolean (ema), with a counter (batch)."""
+    params, state, loss = stateful(mode)
+    ends = []
+    for devices in (1, 4):
+        plan = plan_of(strategy, devices)
+        gradient = jdp.value_and_grad(loss, plan, has_aux=True, partitioning="auto")
+        model, its_state = jdp.place(params, plan), jdp.place(state, plan)
+        for _ in range(2):
+            (_, its_state), grads = gradient(model, jdp.place(its_state, plan), batch_of(), KEY)
+            model = jax.tree.map(lambda p, g: p - 0.1 * g, model, grads)
+        ends.append((model, its_state))
+    assert jax.tree.structure(ends[1]) == jax.tree.structure((params, state))
+    assert [x.dtype for x in jax.tree.leaves(its_state)] == [x.dtype for x in jax.tree.leaves(state)]
+    jax.tree.map(close, *map(jax.tree.leaves, jax.device_get(ends)))
+
+
+def of(aux):
+    """A loss with these outputs."""
+    return lambda params, batch, rng: (loss_fn(params, batch, rng)[0], aux(params, batch, rng))
+
+
+REFUSED = {
+    "a sum": (of(lambda p, b, rng: {"sum": b["x"].sum()}), r"has the rows as its first .*aux\['sum'\], \[\] for 2"),
+    "means of a call": (of(lambda p, b, rng: b["x"] - b["x"].mean(0)), "rows of aux depend on the other rows"),
+    "text": (of(lambda p, b, rng: {"a": "text"}), r"aux is a pytree of arrays; \['a'\] is 'text'"),
+    "no pair": (lambda *given: loss_fn(*given)[0], r"returns a pair \(loss, aux\); given Loss"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_outputs_that_would_differ_between_parts_are_refused(case):
+    loss, message = REFUSED[case]
+    gradient = jdp.value_and_grad(loss, plan_of(), has_aux=True, partitioning="manual", accumulate=2)
+    with pytest.raises(ValueError, match=message):
+        gradient(jdp.init(init, plan_of(), rng=KEY), batch_of(), KEY)
+
+
+def test_one_call_returns_any_array():
+    """Also where the loss would be called on parts but for its aux."""
+    aux = of(lambda p, b, rng: [b["x"].sum(), b["x"].T, b["x"] - b["x"].mean(0), jnp.arange(len(b["x"]))])
+    gradient = jdp.value_and_grad(aux, plan_of(), has_aux=True)
+    (_, found), _ = gradient(jdp.init(init, plan_of(), rng=KEY), batch_of(), KEY)
+    x = batch_of()["x"]
+    jax.tree.map(close, found, [x.sum(), x.T, x - x.mean(0), np.arange(ROWS)])
+    assert gradient.partitioning == "auto" and "each array of aux" in gradient.why

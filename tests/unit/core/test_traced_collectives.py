@@ -1,0 +1,156 @@
+"""What zero3 gathers, at the top or by layer, in programs that XLA compiled for H100s.
+
+x [rows, 128] -> 4 layers x + tanh(x w + b) v -> head [128, 16].
+"""
+
+import functools
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from judged import judged
+
+import jdp
+from jdp.base import notices
+from jdp.foresight.targets.resolve import target
+
+LAYERS, WIDTH, HEAD = 4, 128, 16
+MATRIX = WIDTH * WIDTH
+
+
+def init(rng):
+    a, b, c = jax.random.split(rng, 3)
+    layers = {
+        "w": jax.random.normal(a, (LAYERS, WIDTH, WIDTH)),
+        "v": jax.random.normal(b, (LAYERS, WIDTH, WIDTH)),
+        "b": jnp.zeros((LAYERS, WIDTH)),
+    }
+    return {"layers": layers, "head": jax.random.normal(c, (WIDTH, HEAD))}
+
+
+def block(layer, x):
+    return x + jnp.tanh(x @ layer["w"] + layer["b"]) @ layer["v"]
+
+
+def scanned(layers, x):
+    return jdp.scan_layers(block, layers, x, remat="full")
+
+
+def one_by_one(layers, x):
+    for i in range(LAYERS):
+        x = block({name: leaf[i] for name, leaf in layers.items()}, x)
+    return x
+
+
+def gathers_a_few_columns(layers, x):
+    x = scanned(layers, x)
+    everyone = jax.lax.stop_gradient(jax.lax.all_gather(x[:, :4], "data", tiled=True))
+    return x - everyone.mean()
+
+
+def made(loop, strategy="zero3", *, mesh=None, rows=512, wrt=None, rules=(), make=init, **settings):
+    plan = jdp.Plan(mesh or jdp.make_mesh(), strategy, rules=rules, min_shard_size=64)
+
+    def loss_fn(params, batch, rng):
+        y = loop(params["layers"], batch["x"].astype(params["head"].dtype)) @ params["head"]
+        return jdp.Loss(jnp.sum(y.astype(jnp.float32) ** 2), jnp.float32(y.shape[0]))
+
+    state = jdp.abstract_state(make, optax.sgd(0.1), plan, rng=jax.random.key(0), wrt=wrt)
+    batch = {"x": jax.ShapeDtypeStruct((rows, WIDTH), "float32")}
+    return jdp.make_train_step(loss_fn, plan, **settings, check_loss=False), state, batch
+
+
+# The step reports it
+
+
+@pytest.fixture
+def top_notices(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    return lambda: [line for line in caplog.messages if line.startswith("zero3 gathers its weights")]
+
+
+def test_a_step_reports_once_that_no_layer_is_gathered_by_itself(top_notices):
+    for loop, strategy, count in (
+        (scanned, "zero3", 0),
+        (one_by_one, "zero2", 0),
+        (one_by_one, "zero3", 1),
+        (one_by_one, "zero3", 1),
+    ):
+        step, state, batch = made(loop, strategy, partitioning="manual")
+        jax.eval_shape(step, state, batch)
+        assert len(top_notices()) == count
+    assert top_notices()[0].startswith(
+        "zero3 gathers its weights (head and 3 more) at the top of the step and gathers them again in the backward pass"
+    )
+    assert "jdp.scan_layers gathers one layer at a time" in top_notices()[0]
+
+
+# Compiled
+
+
+@functools.cache
+def verified(loop, strategy="zero3", **settings):
+    mesh = jdp.make_mesh(devices=target("h100:1x8").devices)
+    chosen = {"partitioning": "manual", "precision": "bf16", **settings}
+    chosen["compiler"] = {"xla_gpu_enable_triton_gemm": False}  # what is sent does not depend on it
+    return judged(*made(loop, strategy, mesh=mesh, **chosen))
+
+
+def source_line(function, text):
+    """ "this file:line" of the line of `function` that holds `text`."""
+    lines, first = inspect.getsourcelines(function)
+    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+# A layer's weights: forward and again backward. A bias is small: under auto it is gathered as the weights are, because
+# the backward pass of tanh needs it; in a loop that sends, once for all layers. The head: once, and kept. The last
+# layer's weights stay from the forward to the backward pass in a loop that sends.
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+@pytest.mark.default_ids("manual")
+def test_layers_are_gathered_forward_and_backward(partitioning):
+    report = verified(scanned, partitioning=partitioning, accumulate=2)
+    [row] = [row for row in report.rows if row.kind == "all-gather"]
+    layers, biases = (2 * LAYERS - 1, LAYERS) if partitioning == "manual" else (2 * LAYERS, 2 * LAYERS)
+    expected = 2 * 2 * (layers * 2 * MATRIX + biases * WIDTH + WIDTH * HEAD)
+    assert (row.expected_bytes, row.found_bytes) == (expected, expected)
+    assert report.kept, report
+    assert report.theory.most_gathered_bytes == 2 * 2 * 2 * report.theory.parameters > expected
+    assert report.like_zero2 == ""
+
+
+@pytest.mark.aot
+def test_a_small_stray_is_named_and_kept():
+    report = verified(gathers_a_few_columns)
+    assert report.kept, report
+    [stray] = report.strays
+    assert stray.startswith(
+        f"all-gather of 4 KiB bf16, at {source_line(gathers_a_few_columns, 'all_gather')}: no parameter"
+    )
+    assert report.breaches == ()
+    assert f"Sent besides:\n- {stray}" in str(report)
+    assert json.loads(json.dumps(report.to_json()))["strays"] == [stray]
+
+
+def half_scanned(layers, x):
+    return scanned(layers | {"v": layers["v"] * 1.0}, x)
+
+
+@pytest.mark.rest
+@pytest.mark.aot
+def test_a_zero3_that_is_a_zero2_is_reported():
+    assert verified(one_by_one).like_zero2 == ""
+    report = verified(half_scanned)
+    assert report.kept
+    assert report.ratio == pytest.approx(1, abs=0.002)
+    [first] = [line for line in str(report).splitlines() if line.startswith("This zero3")]
+    assert first == report.like_zero2 == report.to_json()["like_zero2"]
+    assert "holds its weights like zero2: 133 KiB of 261 KiB gathered weights a device (51 %)" in first
+    assert "(layers/v, head, layers/b)" in first
+    assert "only parameters that reach jdp.scan_layers unchanged" in first

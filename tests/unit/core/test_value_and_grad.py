@@ -1,0 +1,387 @@
+"""`jdp.value_and_grad`, `jdp.init` and `jdp.place`: values, layouts, what is written back, and what is refused.
+
+Whole loops are compared with one device in test_loops.py. Here models have two or three small leaves; min_shard_size=0
+shards them all the same.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.foresight.program.collectives import collectives, traffic
+
+KEY, ROWS, WIDTH = jax.random.key(0), 16, 8
+
+
+@functools.cache
+def plan_of(strategy="zero2", devices=4, **rules):
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=0, **rules)
+
+
+def init(rng):
+    return {"w": jax.random.normal(rng, (WIDTH, 4)), "b": jnp.zeros(4)}
+
+
+def batch_of(rows=ROWS):
+    random = np.random.default_rng(0)
+    return {"x": random.normal(size=(rows, WIDTH)).astype("float32"), "weight": np.arange(rows, dtype="float32")}
+
+
+def squares(params, batch, rng):
+    y = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    return jdp.Loss((jnp.square(y).mean(1) * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def distance(params, other, batch, rng):
+    y = batch["x"] @ params["w"] + params["b"] - batch["x"] @ other["w"]
+    return jdp.Loss((jnp.square(y).mean(1) * batch["weight"]).sum(), batch["weight"].sum())
+
+
+class Net(nnx.Module):
+    """A layer, batch norm, dropout, and a layer with low-rank adapters."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(WIDTH, 16, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+        self.last = nnx.LoRA(16, 2, 4, base_module=nnx.Linear(16, 4, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+def net(rng):
+    return Net(nnx.Rngs(rng))
+
+
+def net_loss(model, batch, rng):
+    return jdp.Loss(jnp.square(model(batch["x"])).sum(), jnp.float32(len(batch["x"])))
+
+
+def specs(tree):
+    """path -> spec of each array with dimensions."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf.sharding.spec for path, leaf in leaves if leaf.ndim}
+
+
+def same(found, expected):
+    """Equal, bit for bit; NNX' metadata may differ (a module made by jdp.init is not sharded eagerly)."""
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        leaf, other = jax.device_get((leaf, other))
+        assert np.shape(leaf) == np.shape(other)
+        np.testing.assert_array_equal(leaf, other)
+
+
+# Making and laying out trees.
+
+
+@pytest.mark.parametrize("make", [init, lambda rng: nnx.state(net(rng), nnx.Not(nnx.RngState))], ids=["tree", "module"])
+def test_a_tree_is_born_sharded_with_the_bits_of_one_device(make):
+    """One seed makes one model, of `jdp.init` and of `jdp.init_state`."""
+    made = jdp.init(init if make is init else net, plan_of(), rng=KEY)
+    made = made if make is init else nnx.state(made, nnx.Not(nnx.RngState))
+    same(made, jax.jit(make)(jax.random.fold_in(KEY, 0)))
+    state = jdp.init_state(init if make is init else net, optax.sgd(0.1), plan_of("ddp", 2), rng=KEY)
+    same(made if make is init else nnx.state(made, nnx.Param), state.params)
+    parameters = made if make is init else nnx.state(made, nnx.Param)
+    assert all(not leaf.is_fully_replicated for leaf in jax.tree.leaves(parameters))
+    assert all(len(leaf.addressable_shards) == 4 for leaf in jax.tree.leaves(made))
+
+
+def test_what_belongs_to_parameters_is_born_as_they_lie():
+    params = jdp.init(init, plan_of(), rng=KEY)
+    opt_state = jdp.init(optax.adam(1e-2).init, plan_of(), of=params)
+    assert list(specs(opt_state).values()) == 2 * list(specs(params).values()) == 4 * [P("data")]
+    module = jdp.init(net, plan_of(), rng=KEY)
+    optimizer = jdp.init(lambda state: nnx.Optimizer(state, optax.adam(1e-2), wrt=nnx.Param), plan_of(), of=module)
+    assert type(optimizer) is nnx.Optimizer
+    kernel = module.first.kernel.get_value().sharding
+    assert optimizer.opt_state[0].mu["first"]["kernel"].get_value().sharding.is_equivalent_to(kernel, 2)
+
+
+def test_placing_moves_a_tree_between_plans_and_changes_no_bit():
+    tree = {"w": np.arange(32, dtype="float32").reshape(8, 4), "n": 3}
+    placed = jdp.place(tree, plan_of("zero3"))
+    assert placed["w"].sharding == NamedSharding(plan_of().mesh, P("data"))
+    for plan in (plan_of("ddp"), plan_of("zero1", 8), plan_of("ddp", 1), plan_of("zero3")):
+        placed = jdp.place(placed, plan)
+        assert placed["w"].is_fully_replicated == (plan.strategy == "ddp")
+        same(placed, tree)
+    within = jax.jit(lambda tree: jdp.place(tree, plan_of("zero3")))(jdp.place(placed, plan_of("ddp")))
+    assert specs(within) == specs(placed)
+
+
+# Values.
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+@pytest.mark.default_ids("manual")
+def test_both_of_two_models_are_differentiated(partitioning):
+    """Called by itself, and in jit. Against `jax.value_and_grad`, rows having unequal weights; float32 sums in another
+    order."""
+    params, other = (jdp.init(init, plan_of("zero3"), rng=jax.random.key(i)) for i in (0, 1))
+    settings = {"argnums": (1, 0), "accumulate": 2, "partitioning": partitioning}
+    gradient = jdp.value_and_grad(distance, plan_of("zero3"), **settings)
+    call = jax.jit(gradient) if partitioning == "manual" else gradient
+    metrics, grads = call(params, other, batch_of(), KEY)
+
+    def objective(params, other):
+        loss = distance(params, other, batch_of(), KEY)
+        return loss.total / loss.weight
+
+    loss, (first, second) = jax.value_and_grad(objective, (0, 1))(*jax.device_get((params, other)))
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    assert float(metrics["weight"]) == sum(range(ROWS))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, grads, (second, first))  # in the order of argnums
+    assert specs(grads[1]) == specs(params)
+
+
+def pair_of(rng):
+    """An actor and a critic with one encoder."""
+    rngs = nnx.Rngs(rng)
+    encoder = nnx.Linear(WIDTH, 8, rngs=rngs)
+    return nnx.Dict(actor=nnx.List([encoder, nnx.Linear(8, 1, rngs=rngs)]), critic=nnx.List([encoder]))
+
+
+def pair_loss(actor, critic, batch, rng):
+    hidden = jnp.tanh(critic[0](batch["x"]))
+    return jdp.Loss(jnp.square(actor[1](jnp.tanh(actor[0](batch["x"]))) - hidden).sum(), len(hidden))
+
+
+@pytest.mark.rest
+def test_a_shared_module_gets_its_whole_gradient():
+    """In one nnx.Dict, as of nnx.grad of both arguments; as two arguments of a gradient it is refused."""
+    pair, batch, alone = jdp.init(pair_of, plan_of(), rng=KEY), batch_of(), pair_of(jax.random.fold_in(KEY, 0))
+    with pytest.raises(ValueError, match=r"given two that share 0/bias\. Make one module of both: pair = nnx\.Dict"):
+        jdp.value_and_grad(pair_loss, plan_of(), argnums=(0, 1))(pair.actor, pair.critic, batch, KEY)
+    whole = jdp.value_and_grad(lambda pair, batch, rng: pair_loss(pair.actor, pair.critic, batch, rng), plan_of())
+    expected, _ = nnx.grad(lambda a, c: pair_loss(a, c, batch, KEY).total / ROWS, argnums=(0, 1))(*alone.values())
+    for model in (pair, jdp.place(alone, plan_of())):
+        found = whole(model, batch, KEY)[1]["actor"]
+        for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6)  # float32 sums over 16 rows in another order
+
+
+@pytest.mark.rest
+def test_a_filter_leaves_the_rest_without_gradients_and_optimizer_state():
+    module = jdp.init(net, plan_of(), rng=KEY)
+    gradient = jdp.value_and_grad(net_loss, plan_of(), wrt=nnx.LoRAParam)
+    _, grads = gradient(module, batch_of(), KEY)
+    paths = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(grads)}
+    assert paths == {"last/lora_a", "last/lora_b"}
+    before = jax.device_get(nnx.state(module, nnx.Param))
+    nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.LoRAParam).update(module, grads)
+    after = jax.device_get(nnx.state(module, nnx.Param))
+    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, after)
+    assert {jax.tree_util.keystr(p) for p, c in jax.tree.leaves_with_path(changed) if c} == {"['last']['lora_b'].value"}
+    _, grads = jdp.value_and_grad(squares, plan_of(), wrt="w")(jdp.init(init, plan_of(), rng=KEY), batch_of(), KEY)
+    assert grads["b"] is None
+
+
+def test_modules_keep_their_mode_and_what_calls_change():
+    """In training, batch norm's averages move to those of all rows; in evaluation nothing changes or is drawn."""
+    module, batch = jdp.init(net, plan_of(), rng=KEY), batch_of()
+    gradient = jdp.value_and_grad(net_loss, plan_of())
+    hidden = jax.device_get(module.first(batch["x"]))
+    module.eval()
+    losses = [float(gradient(module, batch, jax.random.key(i))[0]["loss"]) for i in (0, 1)]
+    assert losses[0] == losses[1]
+    assert not jax.device_get(module.norm.mean.get_value()).any()
+    module.train()
+    losses = [float(gradient(module, batch, jax.random.key(i))[0]["loss"]) for i in (0, 1)]
+    assert losses[0] != losses[1]
+    expected = hidden.mean(0) * (1 - 0.99**2)  # momentum 0.99, twice the same rows
+    np.testing.assert_allclose(module.norm.mean.get_value(), expected, rtol=1e-5, atol=1e-7)
+    assert module.norm.mean.get_value().is_fully_replicated
+
+
+def test_a_model_that_is_read_after_its_update_stays_sharded():
+    """XLA would leave it gathered, from the second gradient on; its optimizer's state too."""
+    plan, tx = plan_of("zero1"), optax.adam(1e-2)
+    models = [jdp.init(init, plan, rng=jax.random.key(i)) for i in (0, 1)]
+    opt_states = [jdp.init(tx.init, plan, of=model) for model in models]
+    gradient = jdp.value_and_grad(distance, plan)
+
+    @jax.jit
+    def step(first, second, opt_states):
+        _, grads = gradient(first, second, batch_of(), KEY)
+        updates, opt_state = tx.update(grads, opt_states[0])
+        first = optax.apply_updates(first, updates)
+        _, grads = gradient(second, first, batch_of(), KEY)
+        updates, its_opt_state = tx.update(grads, opt_states[1])
+        return first, optax.apply_updates(second, updates), [opt_state, its_opt_state]
+
+    assert specs(step(*models, opt_states)) == specs((*models, opt_states))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.default_ids("zero3")
+def test_a_step_of_several_gradients_sends_what_each_promises(strategy):
+    """Payloads on four devices, K = 2, of two models of Ψ parameters, each differentiated once and read once.
+
+    Each gradient reduce-scatters r·Ψ (zero2 and zero3: K·r·Ψ) and gathers both models, c·Ψ each (zero3: in every
+    microbatch); XLA may share the gather of a model that was not updated in between. Scalars are all-reduced.
+    """
+    plan, count = plan_of(strategy), WIDTH * 4 + 4
+    models = [jdp.init(init, plan, rng=jax.random.key(i)) for i in (0, 1)]
+    gradient = jdp.value_and_grad(distance, plan, accumulate=2, partitioning="manual")
+
+    @jax.jit
+    def step(first, second, batch):
+        _, grads = gradient(first, second, batch, KEY)
+        first = jax.tree.map(lambda p, g: p - 0.1 * g, first, grads)
+        _, grads = gradient(second, first, batch, KEY)
+        return first, jax.tree.map(lambda p, g: p - 0.1 * g, second, grads)
+
+    batch = jax.device_put(batch_of(), plan.batch_sharding)
+    sent = traffic(collectives(step.lower(*models, batch).compile().as_text()))
+    microbatches = 1 if strategy == "zero1" else 2
+    assert sent["reduce-scatter"] == 2 * microbatches * 4 * count
+    used = 2 * count + WIDTH * 4 * 2  # of the model that is read, `w` alone
+    gathers = 2 if strategy == "zero3" else 1
+    assert sent["all-gather"] <= gathers * 4 * used
+    assert sent.get("all-reduce", 0) <= 64
+    assert sent.keys() <= {"reduce-scatter", "all-gather", "all-reduce"}
+
+
+# What is refused.
+
+
+def params(plan=None):
+    return jdp.init(init, plan or plan_of(), rng=KEY)
+
+
+def gradient(**settings):
+    return jdp.value_and_grad(squares, plan_of(), **settings)
+
+
+def donated():
+    """A model whose memory was taken after a call that knew it."""
+    model, grad = params(), gradient()
+    grad(model, batch_of(), KEY)
+    jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(model)
+    grad(model, batch_of(), KEY)
+
+
+def two_plans():
+    """The second model lies by another plan, in a later call too."""
+    grad = jdp.value_and_grad(distance, plan_of())
+    grad(params(), params(), batch_of(), KEY)
+    grad(params(), params(plan_of("ddp")), batch_of(), KEY)
+
+
+def in_shard_map():
+    call = lambda p, batch: gradient()(p, batch, KEY)[0]["loss"]  # noqa: E731
+    mapped = jax.shard_map(call, mesh=plan_of().mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    jax.jit(mapped)(params(plan_of("ddp")), batch_of())
+
+
+def closed_over():
+    """A jitted function closes over a module with batch statistics, which the call would change."""
+    model = jdp.init(lambda rng: nnx.BatchNorm(8, rngs=nnx.Rngs(rng)), plan_of(), rng=KEY)
+    grad = jdp.value_and_grad(lambda model, batch, rng: jnp.square(model(batch["x"])).mean(), plan_of())
+    nnx.jit(lambda batch: grad(model, batch, KEY)[0]["loss"])({"x": jnp.ones((8, 8))})
+
+
+ARRAYS = r"A tree to shard holds arrays only; \['f'\] is "
+INSIDE = "A tree is one module, one nnx.Optimizer, or a pytree of arrays; given a "
+CALLS = {
+    "too few": (lambda: gradient()(params(), batch_of()), "models, a batch and a key; given 2 arguments.*Call it as"),
+    "argnums past the models": (
+        lambda: jdp.value_and_grad(lambda *_: 0.0, plan_of(), argnums=1)(params(), batch_of(), KEY),
+        "given 3 .*, with argnums=1",
+    ),
+    "argnums": (lambda: gradient(argnums=(0, 0)), "argnums is the number of a model, .*; given " + r"\(0, 0\)"),
+    "wrt of several": (lambda: gradient(argnums=(0, 1), wrt="w"), r"wrt .* of one model; given argnums=\(0, 1\)"),
+    "wrt matches nothing": (lambda: gradient(wrt="z")(params(), batch_of(), KEY), "'z' matches none of b, w"),
+    "another plan": (
+        two_plans,
+        r"shardings of its plan \(zero2 .*'data'.* for model 1: b; given .* Move it once: model =",
+    ),
+    "donated": (donated, "A model must hold its arrays; b was donated to a jitted function. Continue with"),
+    "in shard_map": (in_shard_map, "given a call inside a shard_map over data. Call it outside"),
+    "a module closed over": (closed_over, "given a module that the function closes over, and mean, var would"),
+    "no array": (
+        lambda: gradient()({**params(), "f": jnp.tanh}, batch_of(), KEY),
+        ARRAYS + "<PjitFunction.*Close over",
+    ),
+    "modules in a dict": (
+        lambda: gradient()({"m": jdp.init(net, plan_of(), rng=KEY)}, batch_of(), KEY),
+        INSIDE + r"dict with a module at \['m'\]\. Pass each module by itself",
+    ),
+    "no parameters": (lambda: gradient()({}, batch_of(), KEY), "A model must have parameters: .*; given one without"),
+    "init without": (
+        lambda: jdp.init(init, plan_of()),
+        "jdp.init takes either rng, for a model, or of, .*; given neither",
+    ),
+    "place: keys": (lambda: jdp.place({0: 1.0, "0": 1.0}, plan_of()), r"must have an order.*given \[0, '0'\]\. Write"),
+    "place: an optimizer": (
+        lambda: jdp.place(nnx.Optimizer(net(KEY), optax.sgd(0.1), wrt=nnx.Param), plan_of()),
+        "given an nnx.Optimizer alone. Pass its model: of=model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_cannot_mean_anything_is_refused(name):
+    call, message = CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_model_that_is_closed_over_is_reported(capfd, monkeypatch):
+    """Its weights are constants of the program: a loop that updates it outside trains on the first ones for ever."""
+    monkeypatch.setattr("jdp.base.notices._said", set())
+    model, grad, batch = params(), gradient(check_loss=False), batch_of()
+    told = "a gradient inside a jitted function {} a model that this function closes over"
+    jax.jit(lambda model, batch: grad(model, batch, KEY)[0])(model, batch)
+    assert "closes over" not in capfd.readouterr().err
+    jax.jit(lambda batch: grad(model, batch, KEY)[0])(batch)
+    assert told.format("differentiates") in capfd.readouterr().err
+    teacher, match = params(), jdp.value_and_grad(distance, plan_of(), check_loss=False)
+    jax.jit(lambda model, batch: match(model, teacher, batch, KEY)[0])(model, batch)
+    assert told.format("reads") in capfd.readouterr().err
+
+
+def test_a_plan_that_offloads_is_refused():
+    plan = jdp.Plan(jdp.make_mesh(data=8), "zero3", offload="optimizer")
+    for call in (lambda: jdp.value_and_grad(lambda *_: 0.0, plan), lambda: jdp.place({"w": np.ones(8)}, plan)):
+        with pytest.raises(ValueError, match=r"on the devices; given a plan with offload='optimizer'.*make_train_step"):
+            call()
+
+
+# A call after another, whose models were checked.
+
+
+def moved(model):
+    return jax.tree.map(lambda x: x + 1.0, model)
+
+
+def with_another_part(model):
+    model.last = nnx.Linear(16, 4, rngs=nnx.Rngs(3))
+    return jdp.place(model, plan_of())
+
+
+@pytest.mark.parametrize("change", [moved, with_another_part], ids=lambda change: change.__name__)
+@pytest.mark.default_ids("moved")
+def test_a_call_takes_what_changed_in_models_that_were_checked(change):
+    """As does a gradient that was never called before."""
+    make, loss = (init, squares) if change is moved else (net, net_loss)
+    called = jdp.value_and_grad(loss, plan_of())
+    model = jdp.init(make, plan_of(), rng=KEY)
+    first = called(model, batch_of(), KEY)
+    model = change(model)
+    kept = nnx.clone(model) if isinstance(model, nnx.Module) else model
+    found, expected = called(model, batch_of(), KEY), jdp.value_and_grad(loss, plan_of())(kept, batch_of(), KEY)
+    same(found, expected)
+    assert found[0]["loss"] != first[0]["loss"]
+    if make is net:
+        same(nnx.state(model, nnx.BatchStat), nnx.state(kept, nnx.BatchStat))

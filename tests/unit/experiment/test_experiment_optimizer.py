@@ -1,0 +1,137 @@
+"""[optimizer]: the learning rate over the run, and the update rule that optax makes of the file."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdp.experiment.file import ExperimentError, from_table
+from jdp.experiment.optimizer import decay_mask, learning_rate, optimizer
+from jdp.experiment.schema.optimizer import USED_BY
+
+
+def experiment(*, optimizer, steps=50, batch_size=16, model=None):
+    train = {"steps": steps, "batch_size": batch_size}
+    return from_table({"name": "x", "model": model or {"name": "gpt-nano"}, "train": train, "optimizer": optimizer})
+
+
+def rates(**settings):
+    schedule = learning_rate(experiment(steps=10, optimizer={"lr": 1.0, **settings}))
+    return [float(np.asarray(schedule(count))) for count in range(11)]
+
+
+def test_the_learning_rate_warms_up_from_its_first_part_to_lr():
+    np.testing.assert_allclose(rates(warmup_steps=4), [0.25, 0.5, 0.75] + [1.0] * 8, rtol=1e-6)
+    np.testing.assert_allclose(rates(), [1.0] * 11)
+    np.testing.assert_allclose(rates(warmup_steps=10), [*np.arange(1, 11) / 10, 1.0], rtol=1e-6)
+
+
+def test_the_learning_rate_falls_to_its_fraction_at_the_last_step():
+    linear = rates(warmup_steps=2, schedule="linear", final_lr_fraction=0.2)
+    np.testing.assert_allclose(linear, [0.5, *np.linspace(1.0, 0.2, 9)[[0, *range(9)]]], rtol=1e-6)
+    cosine = rates(schedule="cosine", final_lr_fraction=0.2)
+    expected = [0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * count / 10)) for count in range(11)]
+    np.testing.assert_allclose(cosine, expected, rtol=1e-5)
+
+
+def one_update(params, grads, **settings):
+    tx = optimizer(experiment(optimizer={"lr": 0.1, **settings}))
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    return updates
+
+
+LARGE_STEPS = {"lars": 50.0, "adagrad": 0.3, "rmsprop": 0.01}
+"""Rates for those whose steps are far smaller, or at first larger, than their rate."""
+
+
+@pytest.mark.parametrize("name", USED_BY)
+@pytest.mark.default_ids("adamw")
+def test_every_optimizer_descends(name):
+    tx = optimizer(experiment(optimizer={"name": name, "lr": LARGE_STEPS.get(name, 0.05)}))
+    params = {"w": jnp.array([1.0, -2.0])}
+    state = tx.init(params)
+    for _ in range(60):
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+    assert float(jnp.abs(params["w"]).max()) < 0.5  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor", "muon"])
+def test_weight_decay_leaves_out_biases_and_scales_even_when_layers_are_stacked(name):
+    params = {
+        "layers": {
+            "norm": {"scale": jnp.ones((3, 4))},
+            "up": {"kernel": jnp.ones((3, 4, 4)), "bias": jnp.ones((3, 4))},
+        },
+        "embed": {"tokens": jnp.ones((5, 4))},
+    }
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates = one_update(params, zero, name=name, weight_decay=0.5)
+    np.testing.assert_array_equal(updates["layers"]["norm"]["scale"], 0.0)
+    np.testing.assert_array_equal(updates["layers"]["up"]["bias"], 0.0)
+    np.testing.assert_allclose(updates["layers"]["up"]["kernel"], -0.1 * 0.5, rtol=1e-6)
+    np.testing.assert_allclose(updates["embed"]["tokens"], -0.1 * 0.5, rtol=1e-6)
+
+
+def test_decay_mask_goes_by_the_last_key_only():
+    mask = decay_mask({"scale": {"kernel": 1}, "bias": 1, "scale_up": 1, "upscale": 1})
+    assert mask == {"scale": {"kernel": True}, "bias": False, "scale_up": True, "upscale": True}
+
+
+def test_lars_and_lamb_take_steps_of_a_share_of_the_weights_and_leave_biases_out():
+    """LARS (arXiv:1708.03888, eq. 6): lr · trust · |w| / |g + decay w| · (g + decay w); a bias: lr · g."""
+    params = {"up": {"kernel": jnp.full((4, 4), 2.0), "bias": jnp.ones(4)}}
+    grads = {"up": {"kernel": jnp.full((4, 4), 3.0), "bias": jnp.full(4, 3.0)}}
+    updates = one_update(params, grads, name="lars", weight_decay=0.5)
+    np.testing.assert_allclose(updates["up"]["kernel"], -0.1 * 0.001 * 2.0, rtol=1e-5)
+    np.testing.assert_allclose(updates["up"]["bias"], -0.1 * 3.0, rtol=1e-6)
+    updates = one_update(params, grads, name="lamb", eps=1e-6)  # Adam's first step is 1 everywhere: |w| of it
+    np.testing.assert_allclose(updates["up"]["kernel"], -0.1 * 2.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "lars"])
+@pytest.mark.default_ids("lamb")
+def test_a_norm_is_each_layers_own_where_layers_are_stacked(name):
+    """As in a list of layers. The second layer's weights are ten times the first's: one norm would be the second's."""
+    random, sizes = np.random.default_rng(0), np.float32([1, 10])
+    shapes = {"up": {"kernel": (2, 4, 3), "bias": (2, 3)}, "norm": {"scale": (2, 4)}}
+    made = lambda shape: (random.normal(size=shape) * sizes.reshape(2, *[1] * (len(shape) - 1))).astype(np.float32)  # noqa: E731
+    params, *grads = (jax.tree.map(made, shapes, is_leaf=lambda shape: isinstance(shape, tuple)) for _ in range(3))
+    apart = lambda stack: {str(i): jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(2)}  # noqa: E731
+    ended = {}
+    for scan, of in ((True, lambda stack: stack), (False, apart)):
+        settings = {"name": name, "lr": 0.1, "weight_decay": 0.1} | ({} if name == "lamb" else {"momentum": 0.9})
+        tx = optimizer(experiment(optimizer=settings, model={"name": "gpt-nano", "scan": scan}))
+        ended[scan] = weights = {"layers": of(params), "embed": {"tokens": params["up"]["bias"]}}
+        state, update = tx.init(weights), jax.jit(tx.update)
+        for grad in grads:
+            updates, state = update({"layers": of(grad), "embed": {"tokens": grad["up"]["bias"]}}, state, ended[scan])
+            ended[scan] = optax.apply_updates(ended[scan], updates)
+    layers = apart(ended[True].pop("layers"))
+    jax.tree.map(lambda *same: np.testing.assert_allclose(*same, rtol=1e-6), layers, ended[False].pop("layers"))
+    jax.tree.map(np.testing.assert_array_equal, ended[True], ended[False])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"name": "adagrad", "momentum": 0.9}, "is for sgd, adafactor, lars, rmsprop, not adagrad; given 0.9"),
+        ({"beta": 0.9}, "optimizer.beta is for muon, not adamw; given 0.9: remove it"),
+        ({"name": "muon", "momentum": 0.9}, "optimizer.momentum is for sgd, adafactor, lars, rmsprop, not muon"),
+        ({"name": "muon", "adam_lr": 0.0}, "optimizer.adam_lr must be more than 0.0; given 0.0"),
+    ],
+)
+def test_a_key_that_would_do_nothing_or_is_out_of_range_is_refused(settings, expected):
+    with pytest.raises(ExperimentError) as caught:
+        experiment(optimizer=settings)
+    assert expected in str(caught.value)
+
+
+def test_an_average_of_the_parameters_is_kept_beside_them():
+    tx = optimizer(experiment(optimizer={"name": "sgd", "lr": 1.0, "ema_decay": 0.5}))
+    params = {"w": jnp.zeros(())}
+    _, state = tx.update({"w": jnp.ones(())}, tx.init(params), params)
+    assert any(leaf.shape == () and float(leaf) == -0.5 for leaf in jax.tree.leaves(state))

@@ -1,0 +1,137 @@
+"""The HLO reader against compiled programs whose traffic is known by construction, for eight H100s and eight CPUs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp.foresight.program.collectives import collectives, total_wire_bytes, traffic
+from jdp.foresight.targets.resolve import target
+
+pytestmark = pytest.mark.aot
+
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+ON_BOTH = pytest.mark.parametrize("where", ["h100:1x8", "cpu:8"])
+
+
+def compiled(mesh, f, in_specs, out_specs, *arrays) -> str:
+    """The text of `f` under shard_map; `arrays` are (global shape, dtype), sharded as `in_specs` say."""
+    step = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, dtype), spec in zip(arrays, in_specs, strict=True)
+    ]
+    return step.lower(*args).compile().as_text()
+
+
+def mesh_of(where: str, *shape: int, axes=("data",)) -> Mesh:
+    return Mesh(np.array(target(where).devices).reshape(shape or (-1,)), axes)
+
+
+# One collective each: x is [64, 128] over 8 devices, so 1024 elements a device, 8192 in all.
+
+
+def psum(x):
+    return lax.psum(x, "data")
+
+
+def psum_scatter(x):
+    return lax.psum_scatter(x, "data", tiled=True)
+
+
+def all_gather(x):
+    return lax.all_gather(x, "data", tiled=True)
+
+
+def all_to_all(x):
+    return lax.all_to_all(x, "data", 0, 0, tiled=True)
+
+
+def ppermute(x):
+    return lax.ppermute(x, "data", [(i, (i + 1) % 8) for i in range(8)])
+
+
+PROGRAMS = [  # function, in, out, kind, payload in elements, share of the payload that each device sends
+    (psum, P("data"), P(), "all-reduce", 1024, 2 * 7 / 8),
+    (psum_scatter, P(), P("data"), "reduce-scatter", 8192, 7 / 8),
+    (all_gather, P("data"), P(), "all-gather", 8192, 7 / 8),
+    (all_to_all, P(None, "data"), P("data"), "all-to-all", 1024, 7 / 8),
+    (ppermute, P("data"), P("data"), "collective-permute", 1024, 1),
+]
+
+
+@pytest.mark.parametrize(("f", "ins", "outs", "kind", "elements", "share"), PROGRAMS)
+@pytest.mark.parametrize(("where", "dtype"), [("h100:1x8", F32), ("h100:1x8", BF16), ("cpu:8", F32)])
+def test_bytes_of_one_collective(where, dtype, f, ins, outs, kind, elements, share):
+    [found] = collectives(compiled(mesh_of(where), f, (ins,), outs, ((64, 128), dtype)))
+    payload = elements * jnp.dtype(dtype).itemsize
+    assert (found.kind, found.payload_bytes, found.count, found.caveats) == (kind, payload, 1, ())
+    assert found.dtype == {F32: "f32", BF16: "bf16"}[dtype]
+    assert found.wire_bytes == payload * share
+    assert traffic([found]) == {kind: payload}
+
+
+# Groups
+
+
+@ON_BOTH
+@pytest.mark.parametrize(
+    ("axes", "groups"),
+    [
+        ("data", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("replica", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        (("replica", "data"), (tuple(range(8)),)),
+    ],
+)
+def test_groups_on_a_two_dimensional_mesh(where, axes, groups):
+    mesh = mesh_of(where, 2, 4, axes=("replica", "data"))
+    spec = P(("replica", "data"))
+    text = compiled(mesh, lambda x: lax.psum(x, axes), (spec,), P(), ((64, 128), F32))
+    [found] = collectives(text)
+    n = len(groups[0])
+    assert (found.groups, found.group_size) == (groups, n)
+    assert found.wire_bytes == 2 * (n - 1) / n * 4096
+
+
+# Loops and branches
+
+
+@ON_BOTH
+def test_trip_counts_multiply_through_nested_loops(where):
+    def outer(x, _):
+        x = lax.scan(lambda x, _: (jnp.sin(psum(x)), None), x, None, length=5)[0]
+        return all_gather(x)[:8], None
+
+    text = compiled(
+        mesh_of(where), lambda x: lax.scan(outer, x, None, length=3)[0], (P("data"),), P("data"), ((64, 128), F32)
+    )
+    inner, gather = collectives(text)
+    assert (inner.kind, inner.loops, inner.count) == ("all-reduce", (3, 5), 15)
+    assert (gather.kind, gather.loops, gather.count) == ("all-gather", (3,), 3)
+    assert traffic([inner, gather]) == {"all-reduce": 15 * 4096, "all-gather": 3 * 32768}
+    assert total_wire_bytes([inner, gather]) == 15 * 4096 * 2 * 7 / 8 + 3 * 32768 * 7 / 8
+
+
+@ON_BOTH
+def test_an_unknown_trip_count_is_one_and_is_said(where):
+    def until(x):
+        return lax.while_loop(lambda x: jnp.sum(x) < 10, psum, x)
+
+    [found] = collectives(compiled(mesh_of(where), until, (P("data"),), P("data"), ((64, 128), F32)))
+    assert (found.loops, found.count) == ((None,), 1)
+    assert found.caveats == ("inside a loop of unknown trip count: counted once",)
+
+
+def by_predicate(x):
+    return lax.cond(x[0, 0] > 0, psum, lambda x: all_gather(x)[:8], x)
+
+
+@ON_BOTH
+def test_a_conditional_counts_the_branch_that_sends_most_and_says_so(where):
+    [found] = collectives(compiled(mesh_of(where), by_predicate, (P("data"),), P("data"), ((64, 128), F32)))
+    assert (found.kind, found.payload_bytes) == ("all-gather", 32768)
+    assert found.caveats == ("inside a conditional: the branch that sends most is counted",)

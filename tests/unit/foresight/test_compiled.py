@@ -1,0 +1,112 @@
+"""A step is compiled once by content; what XLA refuses is one clear error; XLA's warnings belong to the program."""
+
+import os
+import zlib
+from dataclasses import asdict
+
+import assembler
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp.base.disk_cache import Cache
+from jdp.core.compiling import options
+from jdp.foresight.program.compiled import CompileError, compile_step
+from jdp.foresight.targets.resolve import target
+
+
+def lowered(scale: float = 2.0, size: int = 8):
+    return jax.jit(lambda x: x @ x * scale).lower(jax.ShapeDtypeStruct((size, size), jnp.float32))
+
+
+def test_sizes_are_those_of_the_program():
+    found = compile_step(lowered())
+    assert (found.argument_bytes, found.output_bytes, found.alias_bytes) == (256, 256, 0)
+    assert found.total_bytes == 512 + found.temp_bytes
+    assert found.collectives == [] and found.program.devices == 1 and found.seconds > 0
+
+
+def test_the_second_time_it_comes_from_disk(tmp_path):
+    cache = Cache(tmp_path)
+    program = lowered()
+    first, second = compile_step(program, cache=cache), compile_step(program, cache=cache)
+    assert (first.cached, second.cached) == (False, True)
+    assert (second.text, second.total_bytes, second.warnings) == (first.text, first.total_bytes, first.warnings)
+
+
+@pytest.mark.aot
+def test_programs_that_jax_keeps_are_neither_read_nor_written(tmp_path):
+    """It could not read again what is compiled for described devices, and warns of that, here an error."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
+        jax.config.update(name, value)
+    reset_cache()
+    try:
+        mesh = Mesh(target("h100:1x2").devices, "data")
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
+        for _ in range(2):
+            assert compile_step(jax.jit(lambda x: x * 2.5).lower(x)).output_bytes == 128
+            options._accepted.cache_clear()
+            assert options.Compiler.of("overlap").for_mesh(mesh)  # options are tried before they are given
+        assert not list(tmp_path.iterdir())
+        assert compile_step(lowered()).output_bytes == 256 and not list(tmp_path.iterdir())
+        lowered().compile()
+        assert list(tmp_path.iterdir())  # JAX keeps other programs as before
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
+
+
+@pytest.mark.parametrize(("shape", "described"), [({"scale": 3.0}, ""), ({"size": 16}, ""), ({}, "another chip")])
+def test_another_content_is_compiled(tmp_path, shape, described):
+    cache = Cache(tmp_path)
+    compile_step(lowered(), cache=cache)
+    assert not compile_step(lowered(**shape), cache=cache, described=described).cached
+
+
+@pytest.mark.parametrize("damage", [b"not zlib", zlib.compress(b'{"text": ""}')])
+def test_a_damaged_entry_is_made_again(tmp_path, damage):
+    cache, program = Cache(tmp_path), lowered()
+    compile_step(program, cache=cache)
+    (entry,) = tmp_path.glob("*.json.z")
+    entry.write_bytes(damage)
+    assert [compile_step(program, cache=cache).cached for _ in range(2)] == [False, True]
+
+
+@pytest.mark.aot
+def test_the_gpu_compilers_refusal_is_one_line():
+    """A program that the real GPU compiler cannot compile: a custom call that nobody registered."""
+    device = target("h100:1x1").devices[0]
+    sharding = NamedSharding(Mesh([device], ("data",)), PartitionSpec())
+    call = jax.ffi.ffi_call("jdp_tests_no_such_call", jax.ShapeDtypeStruct((8,), jnp.float32))
+    program = jax.jit(lambda x: call(x)).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
+    with pytest.raises(CompileError, match=r"XLA did not compile this step: .*jdp_tests_no_such_call") as caught:
+        compile_step(program)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.aot
+def test_what_is_read_is_settled_before_kernels_are_assembled(monkeypatch):
+    """So the tests need not assemble them (`tests/support/assembler.py`)."""
+    if assembler.REAL not in os.environ:
+        pytest.skip("about machines without an NVIDIA driver")
+
+    def compiled():
+        mesh = Mesh(target("h100:1x8").devices, "data")
+        rows, whole = (NamedSharding(mesh, PartitionSpec(*names)) for names in (("data",), ()))
+        x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16, sharding=rows)
+        w = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=whole)
+        step = jax.jit(jax.grad(lambda w, x: jax.nn.softmax(jnp.tanh(x @ w) @ w).astype("float32").var()))
+        return compile_step(step.lower(w, x))
+
+    real, found = os.environ[assembler.REAL], []
+    for toolkit in (os.environ["CUDA_ROOT"], real):
+        monkeypatch.setattr("jax._src.lib.cuda_path", toolkit)  # read from CUDA_ROOT when jax was imported
+        found.append(compiled())
+    short, whole = found
+    assert {**asdict(short), "seconds": 0} == {**asdict(whole), "seconds": 0}

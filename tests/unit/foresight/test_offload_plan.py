@@ -1,0 +1,79 @@
+"""What `jdp plan` says of a step whose optimizer rests in host memory: compiled for eight H100s, none of them here."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.core import layers
+from jdp.foresight.foresee import candidates, estimate
+from jdp.foresight.program.module import HOST_MEMORY
+from jdp.foresight.targets.resolve import target
+
+pytestmark = pytest.mark.aot
+
+
+WIDTH, LAYERS, ROWS = 256, 6, 64
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+def init(rng):
+    return nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(jax.random.split(rng, LAYERS))
+
+
+def loss(layers, batch, rng):
+    out = jdp.scan_layers(lambda layer, x: layer(x), layers, batch["x"].astype(jnp.bfloat16))
+    return jdp.Loss((out.astype(jnp.float32) ** 2).sum(), jnp.float32(len(out)))
+
+
+@pytest.fixture(scope="module")
+def foreseen():
+    """A candidate and its estimate for h100:1x8, where the layers are a loop."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(layers._Body, "unrolls", False)
+        plan = jdp.Plan(jdp.make_mesh(data=8), "zero3", offload="optimizer")
+        state = jdp.abstract_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
+        step = jdp.make_train_step(loss, plan, precision="bf16", check_loss=False)
+        devices = target("h100:1x8")
+        batch = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
+        (candidate,) = candidates(step, state, batch, devices, strategies=["zero3"])
+        compiled = candidate.compile(devices)
+        return candidate, compiled, estimate(candidate, devices, tokens=ROWS)
+
+
+def test_the_compiler_has_in_host_memory_what_the_plan_puts_there(foreseen):
+    candidate, compiled, told = foreseen
+    placements = candidate.step.plan.placements(candidate.state)
+    planned = sum(p.bytes_per_device for p in placements if p.on_host)
+    assert planned == 2 * 4 * LAYERS * (8 * WIDTH * WIDTH + 5 * WIDTH) // 8
+    assert compiled.host_bytes == planned == told.memory.host
+    assert told.memory.optimizer == 4  # the counter
+    assert told.memory.total == compiled.total_bytes
+    assert str(told.memory).splitlines()[-2].startswith("in host memory, per device")
+
+
+def test_copies_are_timed_once_by_the_host_link(foreseen):
+    """A step fetches both moments, and writes them."""
+    _, compiled, told = foreseen
+    weights = 4 * LAYERS * (8 * WIDTH * WIDTH + 5 * WIDTH) // 8
+    moved = (2 + 2) * weights
+    assert told.timeline.host_seconds == pytest.approx(moved / (0.75 * 64e9), rel=1e-3)
+    line = told.timeline
+    assert 0 < line.host_wait_seconds <= line.host_seconds
+    assert line.step_seconds == pytest.approx(line.compute_seconds + line.exposed_seconds + line.host_wait_seconds)
+    assert HOST_MEMORY in compiled.text and not any("host" in caveat for caveat in line.caveats)
+
+
+def test_verify_takes_the_copies_as_asked_for(foreseen):
+    _, _, told = foreseen
+    assert told.report.kept and not any(symptom.startswith("The host") for symptom in told.report.symptoms)

@@ -1,0 +1,130 @@
+"""The deadline: how long, who is named, and that it ends a process whose main thread cannot."""
+
+import time
+
+import pytest
+
+import jdp
+from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
+from jdp.guard import deadline as module
+from jdp.guard.deadline import DEVICES, Deadline, Position, set_xla_timeout, whereabouts
+
+
+def at(step, doing=DEVICES, when=100.0):
+    return Position(step, doing, 1.0), when
+
+
+WORDS = {
+    "behind": (
+        {rank: at(4211, "waiting for data") if rank == 17 else at(4212) for rank in range(32)},
+        "Process 17 is at step 4,211 (waiting for data), all others at 4,212.",
+        [17],
+    ),
+    "far behind": (
+        {0: at(7), 1: at(5), 2: at(8), 3: at(5)},
+        f"Processes 1 and 3 are at step 5 ({DEVICES}), the others at 7 to 8.",
+        [1, 3],
+    ),
+    "one does something else": (
+        {0: at(5), 1: at(5), 2: at(5, "saving")},
+        f"All processes are at step 5: process 2 is saving, processes 0 and 1 are {DEVICES}.",
+        [2],
+    ),
+    "nobody": (
+        {0: at(5), 1: at(5)},
+        f"All processes are at step 5, {DEVICES}: the devices hang, or the network between them.",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("answers", "words", "behind"), WORDS.values(), ids=WORDS)
+def test_who_is_behind(answers, words, behind):
+    assert whereabouts(len(answers), answers, {}, now=101.0) == (words, behind)
+
+
+def test_who_does_not_answer():
+    answers, before = {0: at(9), 2: at(9)}, {0: at(8), 1: at(8, "evaluating", when=88.0)}
+    words, behind = whereabouts(4, answers, before, now=100.0)
+    assert behind == [1, 3]
+    assert words == (
+        "Process 1 does not answer: 12 seconds ago it was at step 8, evaluating. Process 3 does not answer, and never "
+        "reported its position. All others are at step 9."
+    )
+
+
+def test_how_long_a_step_may_take(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    limits = Deadline(300, 3600)
+    assert limits.limit == 3600, "the first step compiles"
+    for step in range(1, 12):
+        now[0] += 50.0
+        limits.step(step)
+    assert limits.limit == 500.0, "ten median steps"
+    with limits.during("saving"):
+        assert limits.limit == 3600
+        limits.beat("saving")
+        assert limits.limit == 500.0, "after its first batch an evaluation has a step's time"
+    assert limits.limit == 500.0
+    assert Deadline(0, 0).limit is None
+    with pytest.raises(ValueError, match=r"given seconds=-1, first_seconds=3600\.0\. Give 300"):
+        jdp.Deadline(-1)
+
+
+class Service:
+    """The keys of a coordination service."""
+
+    def __init__(self):
+        self.keys = {}
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self.keys[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(key, text) for key, text in self.keys.items() if key.startswith(f"{prefix}/")]
+
+    def key_value_delete(self, key):
+        del self.keys[key]
+
+
+@pytest.mark.parametrize("other", ["stopped", "saving", "left", "lives"])
+def test_process_0_notices_who_is_silent_in_a_step_before_jax_does(monkeypatch, other):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.time, "time", lambda: now[0])
+    service = Service()
+    first, second = (module._Peers(service, me, 2, 1) for me in (0, 1))
+    second.publish(Position(3, DEVICES, 0.0), once=other == "saving")
+    if other == "left":
+        second.leave()
+    silent = []
+    for _ in range(30):
+        now[0] += 1
+        if other == "lives":
+            second.publish(Position(3, DEVICES, 0.0), once=False)
+        first.publish(Position(3, DEVICES, 0.0), once=False)
+        silent.append(first.silent)
+    assert silent == [other == "stopped" and second > module.SILENT_SECONDS for second in range(30)]
+    assert 1.2 * module.SILENT_SECONDS < HEARTBEAT_SECONDS / 2
+    now[0] += 60  # process 0 itself is stopped for a minute: the others have their time again
+    first.publish(Position(3, DEVICES, 0.0), once=False)
+    assert not first.silent
+
+
+def test_a_loop_that_moves_is_left_alone(tmp_path):
+    with Deadline(0.5, 60) as deadline:
+        for step in range(4):
+            deadline.step(step)
+            time.sleep(0.2)  # longer together than the limit, and no single step
+
+
+def test_xlas_own_timeout_is_set_on_gpus_only_and_never_over_a_users(monkeypatch):
+    flag = "--xla_gpu_execution_terminate_timeout"
+    environment = {"XLA_FLAGS": "--one"}
+    monkeypatch.setattr(module, "visible_gpus", lambda environment: [])
+    assert set_xla_timeout(environment, 60) is None and environment == {"XLA_FLAGS": "--one"}
+    monkeypatch.setattr(module, "visible_gpus", lambda environment: ["0"])
+    assert f"60 seconds ({flag} in XLA_FLAGS)" in (set_xla_timeout(environment, 60) or "")
+    assert environment == {"XLA_FLAGS": f"--one {flag}=60s"}
+    assert set_xla_timeout(environment, 90) is None and environment == {"XLA_FLAGS": f"--one {flag}=60s"}

@@ -1,0 +1,132 @@
+"""A gradient that is not finite: the first cause is named, and the batch can be read again."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp.core.step import Step
+from jdp.guard.nonfinite import Inspection, save_batch
+
+ROWS = 16
+
+
+def init(rng):
+    first, second, third = (0.3 * jax.random.normal(key, (4, 4)) for key in jax.random.split(rng, 3))
+    return {"in": {"a": first}, "middle": {"b": second, "bias": jnp.ones(4)}, "out": {"c": third}}
+
+
+def loss(params, batch, rng):
+    hidden = batch["x"] @ params["in"]["a"]
+    hidden = jnp.sqrt(jnp.square(hidden) * batch["scale"][:, None])  # at 0 a root is finite, and its slope is not
+    hidden = hidden @ params["middle"]["b"] + params["middle"]["bias"]
+    out = jnp.square(hidden @ params["out"]["c"]).sum(axis=1)
+    return jdp.Loss(total=out.sum(), weight=jnp.float32(len(out)))
+
+
+@dataclasses.dataclass
+class Trainer:
+    step: Step
+    state: jdp.TrainState
+
+    def finding(self, done=1, **changed):
+        return Inspection(self.step).of(self.state, batch_of(**changed), done)
+
+
+def batch_of(**changed):
+    batch = {"x": np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32"), "scale": np.ones(ROWS, "float32")}
+    for name, row in changed.items():
+        batch[name][row] = np.nan if name == "x" else 0
+    return batch
+
+
+@pytest.fixture(params=["ddp", "zero1", "zero3"])
+def trainer(request):
+    plan = jdp.Plan(jdp.make_mesh(data=8), request.param, min_shard_size=8)
+    return Trainer(
+        jdp.make_train_step(loss, plan, accumulate=2, check_loss=False),
+        jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0)),
+    )
+
+
+@pytest.mark.default_ids("zero3")
+def test_nan_in_the_batch_is_named_with_its_rows(trainer):
+    finding = trainer.finding(done=7, x=[3, 9])
+    (bad,) = finding.batch
+    assert (bad.path, bad.places, finding.processes, finding.params) == ("x", (3, 9), (0,), ())
+    assert np.isnan(finding.loss) and len(finding.gradients) == finding.leaves == 4
+    first, second, third = finding.sentences
+    assert first == "The batch of step 7 has NaN or infinities: x (at 3, 9 of 16 along its first dimension)."
+    assert second == "The loss of step 7 is nan: the forward pass broke."
+    assert third.startswith("4 of 4 gradients are not finite, in the order of the backward pass first out/c, ")
+
+
+@pytest.mark.default_ids("zero3")
+def test_gradients_break_where_the_backward_pass_does(trainer):
+    finding = trainer.finding(scale=5)
+    assert (finding.batch, finding.params) == ((), ()) and np.isfinite(finding.loss)
+    assert [bad.path for bad in finding.gradients] == ["in/a"]
+    assert "the backward pass broke" in finding.sentences[0]
+
+
+@pytest.mark.default_ids("ddp")
+def test_parameters_that_are_not_finite_come_before_the_loss(trainer):
+    state, plan = trainer.state, trainer.step.plan
+    broken = state.params["out"]["c"].at[2].set(jnp.inf)
+    trainer.state = jdp.place(dataclasses.replace(state, params={**state.params, "out": {"c": broken}}), plan)
+    finding = trainer.finding()
+    assert [str(bad) for bad in finding.params] == ["out/c (at 2 of 4 along its first dimension)"]
+    assert finding.sentences[0] == f"Before step 1 parameters were not finite: {finding.params[0]}."
+
+
+def test_an_update_that_is_not_finite_is_named_with_its_leaves(trainer):
+    """A learning rate of NaN, after a gradient that is finite."""
+    trainer.state = jdp.init_state(init, optax.sgd(jnp.nan, momentum=0.9), trainer.step.plan, rng=jax.random.key(0))
+    finding = trainer.finding()
+    names = ["in/a", "middle/b", "middle/bias", "out/c"]
+    assert [str(bad) for bad in finding.updated] == [f"params/{name}" for name in names]
+    (first,) = finding.sentences
+    assert first == (
+        "The gradient of step 1 is finite; the optimizer's update is not. It would leave NaN or infinities in "
+        f"{', '.join(f'params/{name}' for name in names)}. Look at the learning rate (optimizer.lr)."
+    )
+
+
+def test_the_gradients_are_in_the_order_of_the_backward_pass_also_in_bf16():
+    plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
+    state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    for precision in ("fp32", "bf16"):
+        step = jdp.make_train_step(loss, plan, precision=precision, check_loss=False)
+        finding = Inspection(step).of(state, batch_of(x=0), 1)
+        names = [bad.path.rpartition("/")[2] for bad in finding.gradients]
+        assert names[0] == "c" and names[-1] == "a" and {*names[1:3]} == {"b", "bias"}
+
+
+def test_an_inspection_of_encoded_gradients_sees_them_before_they_are_encoded():
+    plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
+    state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss, plan, wire="int8", check_loss=False)
+    finding = Inspection(step).of(state, batch_of(scale=5), 1)
+    assert [bad.path for bad in finding.gradients] == ["in/a"]
+
+
+def test_a_batch_is_read_as_it_was_written(tmp_path):
+    plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
+    batch = {
+        **batch_of(x=2),
+        "half": jnp.arange(ROWS, dtype=jnp.bfloat16),
+        "deep": {"ids": np.arange(2 * ROWS).reshape(ROWS, 2)},
+    }
+    (placed,) = jdp.shard_batches([batch], plan)
+    file = save_batch(tmp_path / "flight", 12, placed)
+    assert file.name == "batch-12.npz"
+    with np.load(file) as stored:
+        again = {name.removeprefix("batch/"): stored[name] for name in stored}
+    assert [*again] == ["rows", "deep/ids", "half:bfloat16", "scale", "x"] and again["rows"].tolist() == [*range(ROWS)]
+    for name, leaf in (("deep/ids", batch["deep"]["ids"]), ("x", batch["x"])):
+        np.testing.assert_array_equal(again[name], leaf)
+    assert again["half:bfloat16"].view(jnp.bfloat16).tolist() == batch["half"].tolist()

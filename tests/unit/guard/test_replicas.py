@@ -1,0 +1,120 @@
+"""Replicas that should be equal bit for bit: any flipped bit is found, and its device and leaf are named."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from damage import flipped
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jdp
+from jdp.guard.replicas import CorruptState, check_replicas, fingerprints
+
+
+def plan_of(strategy="ddp", **axes):
+    axes = axes or {"data": 8}
+    devices = jax.devices()[: np.prod([*axes.values()])]
+    return jdp.Plan(jdp.make_mesh(devices=devices, **axes), strategy, min_shard_size=16)
+
+
+def init(rng):
+    return {"kernel": jax.random.normal(rng, (16, 8)), "bias": jnp.zeros(8), "scale": jnp.ones((3, 5))}
+
+
+def state_of(plan):
+    return jdp.init_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
+
+
+def with_param(state, name, leaf):
+    return dataclasses.replace(state, params={**state.params, name: leaf})
+
+
+def test_replicas_are_equal_after_the_start_and_every_leaf_that_is_replicated_is_compared():
+    replicated = len(jax.tree.leaves(state_of(plan_of())))
+    assert check_replicas(state_of(plan_of())) == replicated
+    zero, kept = state_of(plan_of("zero1")), 0
+    for leaf in jax.tree.leaves(zero):
+        kept += leaf.is_fully_replicated
+    assert check_replicas(zero) == kept < replicated
+    hybrid = state_of(plan_of("zero3", replica=2, data=4))
+    assert check_replicas(hybrid) == replicated, "shards are replicated over `replica`"
+
+
+@pytest.mark.parametrize("bit", [0, 13, 22, 31])
+@pytest.mark.parametrize("word", [0, 77, 127])
+def test_any_flipped_bit_is_found_and_its_device_and_leaf_are_named(word, bit):
+    state, device = state_of(plan_of()), jax.devices()[5]
+    wrong = with_param(state, "kernel", flipped(state.params["kernel"], device, word=word, bit=bit))
+    said = r"device 5 \(cpu, number 5 of process 0\) differs from .* in params/kernel: "
+    with pytest.raises(CorruptState, match=said) as error:
+        check_replicas(wrong)
+    (difference,) = error.value.differences
+    assert difference.path == "params/kernel" and difference.devices == (device,) and len(difference.agreeing) == 7
+
+
+def test_a_sign_of_zero_and_the_payload_of_a_nan_count():
+    state = state_of(plan_of())
+    zeros = flipped(state.params["bias"], jax.devices()[2], bit=31)  # -0.0, which equals 0.0
+    with pytest.raises(CorruptState, match="device 2"):
+        check_replicas(with_param(state, "bias", zeros))
+    nans = jax.device_put(jnp.full(4, jnp.nan), state.params["bias"].sharding)
+    assert check_replicas({"nan": nans}) == 1, "a NaN equals itself"
+    with pytest.raises(CorruptState, match="device 3"):
+        check_replicas({"nan": flipped(nans, jax.devices()[3], bit=3)})
+
+
+def test_of_two_replicas_nobody_knows_which_is_wrong():
+    state = state_of(plan_of("zero3", replica=2, data=4))
+    wrong = with_param(state, "kernel", flipped(state.params["kernel"], jax.devices()[6]))
+    said = r"device 2 \(.*\) and device 6 \(.*\) differ from one another in params/kernel, one of them is wrong"
+    with pytest.raises(CorruptState, match=said):
+        check_replicas(wrong)
+
+
+def test_a_change_of_two_elements_does_not_cancel():
+    """Both words of a copy are swapped, and one gains what another loses: a plain sum is blind to both."""
+    mesh = jdp.make_mesh(data=8)
+    sharding, device = NamedSharding(mesh, PartitionSpec()), jax.devices()[1]
+    leaf = jax.device_put(jnp.array([1, 2, 30, 40], jnp.int32), sharding)
+    for swapped in ([2, 1, 30, 40], [1, 2, 31, 39]):
+        shards = [
+            s.data if s.device != device else jax.device_put(np.int32(swapped), device) for s in leaf.global_shards
+        ]
+        with pytest.raises(CorruptState, match="device 1"):
+            check_replicas({"x": jax.make_array_from_single_device_arrays((4,), sharding, shards)})
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "float8_e4m3fn", "complex64", "int4"])
+def test_every_dtype_has_a_fingerprint(dtype):
+    sharding = NamedSharding(jdp.make_mesh(data=8), PartitionSpec())
+    ones = np.ones((3, 2))
+    leaf = jax.device_put(jnp.asarray(ones).astype(dtype), sharding)
+    assert check_replicas({"x": leaf}) == 1
+    ones[1, 1] = 0
+    other = jax.device_put(jnp.asarray(ones).astype(dtype), sharding)
+    assert (np.asarray(fingerprints({"x": leaf}).values) != np.asarray(fingerprints({"x": other}).values)).all()
+
+
+def test_what_is_replicated_nowhere_is_not_compared():
+    assert check_replicas({}) == 0 and check_replicas({"x": np.ones(3), "y": jnp.ones(3)}) == 0
+    sharded = NamedSharding(jdp.make_mesh(data=8), PartitionSpec("data"))
+    leaf = jax.device_put(jnp.ones(8), sharded)
+    assert check_replicas({"x": leaf}) == 0
+
+
+def loss(params, batch, rng):
+    return jnp.square(batch["x"] @ params["kernel"] + params["bias"]).mean()
+
+
+def test_a_thousand_steps_raise_no_false_alarm():
+    plan = plan_of("ddp", data=2)
+    step, state = jdp.make_train_step(loss, plan, check_loss=False), state_of(plan)
+    batches = [{"x": np.random.default_rng(i).normal(size=(8, 16)).astype("float32")} for i in range(20)]
+    for done in range(1000):
+        state, _ = step(state, batches[done % 20])
+        if done % 10 == 0:
+            check_replicas(state)
+    assert int(state.step) == 1000

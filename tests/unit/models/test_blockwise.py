@@ -1,0 +1,96 @@
+"""Packed rows attended block by block: what the whole [length, length] gives, and never held."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from described_gpus import compiled_step, with_gradients
+from flax import nnx
+
+import jdp
+from jdp.core.sharding.traced_mesh import tracing_on
+from jdp.foresight.targets.relocate import answered_for
+from jdp.foresight.targets.resolve import target
+from jdp.models import GPTConfig, build
+from jdp.models.attention import attend
+from jdp.models.blockwise import Sight, attend_in_documents, block_size
+
+CONFIG = GPTConfig(
+    vocab_size=64, context=2048, layers=2, width=32, heads=4, kv_heads=2, activation="gelu", tied=True, remat="dots"
+)
+
+
+@pytest.mark.parametrize(
+    ("causal", "seen"),
+    [(True, {}), (False, {}), (True, {"window": 40})],
+    ids=["causal", "all", "window"],
+)
+@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)])
+def test_blocks_give_what_the_whole_gives_forward_and_backward(dtype, bound, causal, seen):
+    rng = np.random.default_rng(0)
+    query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), dtype) for heads in (4, 2, 2, 4))
+    run = jnp.asarray(np.sort(rng.integers(0, 6, (2, 150)), axis=1), jnp.int32)  # documents end anywhere in a block
+    sight = Sight(causal, seen.get("window"), 64)
+    in_blocks = functools.partial(attend_in_documents, run=run, sight=sight)
+    whole = functools.partial(attend, run=run, causal=causal, by="xla", **seen)
+    found = [with_gradients(form)(cotangent, query, key, value) for form in (in_blocks, whole)]
+    assert [x.dtype for x in found[0]] == [dtype] * 4
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), atol=bound, rtol=bound)
+
+
+def test_a_block_is_as_large_as_its_scores_may_be():
+    assert [block_size(4, length, 32) for length in (300, 512, 513, 1000, 2048)] == [320, 512, 320, 512, 512]
+    assert [block_size(rows, 8192, 32) for rows in (1, 4, 64)] == [1024, 512, 256]
+
+
+def gradient(length, remat):
+    """The jaxpr of a packed GPT's loss and gradients as it is traced for an H100, and its arguments."""
+    config = dataclasses.replace(CONFIG, context=length, layers=1, remat=remat)
+    model = nnx.jit(lambda: build(config, rngs=nnx.Rngs(0)))()
+    tokens = jax.random.randint(jax.random.key(1), (1, length), 0, 64)
+    run = jnp.arange(length)[None] // 300
+
+    def loss(model):
+        logits = model(tokens, segments=run)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    device = target("h100:1x1").devices[0]
+    with tracing_on(jdp.make_mesh(devices=[device])), answered_for(device, 91_000):
+        traced = jax.make_jaxpr(jax.value_and_grad(loss))(model)
+    return traced, jax.jit(jax.value_and_grad(loss)), model
+
+
+@pytest.mark.rest
+@pytest.mark.aot
+def test_a_model_traced_for_gpus_has_the_losses_and_gradients_of_one_traced_for_cpus():
+    traced, plain, model = gradient(1100, "full")
+    assert "1100,1100]" not in str(traced)
+    ours = jax.jit(jax.extend.core.jaxpr_as_fun(traced))(*jax.tree.leaves(model))
+    for mine, other in zip(ours, jax.tree.leaves(plain(model)), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("remat", "exponentials"), [("dots", 4), ("full", 6)])
+@pytest.mark.default_ids("dots-4")
+def test_dots_keeps_what_attention_returns_so_that_it_runs_forward_once(remat, exponentials):
+    traced, _, _ = gradient(1100, remat)
+    assert str(traced).count("= exp ") == exponentials  # two in a pair forward, one backward; the loss' one
+
+
+@pytest.mark.rest
+@pytest.mark.aot
+@pytest.mark.parametrize(("strategy", "partitioning"), [("zero3", None), ("ddp", "auto")])
+def test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends_more(strategy, partitioning):
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), strategy)
+    compiled, verdict = compiled_step("h100:1x8", CONFIG, plan, "segments", partitioning=partitioning)
+    assert "2048,2048]" not in compiled.text
+    stacks = set(re.findall(r"\[[\d,]*1024,1024\]", compiled.text))
+    assert stacks == {"[1024,1024]", "[2,1024,1024]", "[2,2,2,1024,1024]"}  # of one pair: [rows, heads, shared, ...]
+    assert verdict.kept, verdict.breaches

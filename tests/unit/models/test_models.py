@@ -1,0 +1,336 @@
+"""The models against a plain NumPy reference, against themselves in other forms, and against their published sizes."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jdp.models.gpt as gpt
+from jdp.models import GPT, MLP, GPTConfig, MLPConfig, build, generate, next_token_loss
+from jdp.models.modules import dropout
+
+LLAMA = GPTConfig(vocab_size=19, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
+GPT2 = dataclasses.replace(
+    LLAMA, kv_heads=None, mlp_width=None, positions="learned", activation="gelu", norm="layer", tied=True, bias=True
+)
+QWEN = dataclasses.replace(LLAMA, head_dim=6, tied=True, qkv_bias=True, qk_norm=True, window=3)  # of Qwen2 and Qwen3
+STYLES = pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN], ids=["llama", "gpt2", "qwen"])
+TOKENS = jax.random.randint(jax.random.key(7), (2, 8), 0, 19)
+KEY = jax.random.key(3)
+
+
+# These programs run once: LLVM's optimisations would take longer than they save.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+forward = jit(lambda model, tokens, rng=None: model(tokens, rng=rng))
+
+
+def make(config, **changes):
+    """A model far from its start: matrices ten times their initial size, biases and scales off zero and one."""
+    config = dataclasses.replace(config, **changes)
+    model = jax.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    nnx.update(model, values(dataclasses.replace(config, dropout=0.0, remat=None)))
+    return model
+
+
+@functools.cache
+def values(config):
+    state = nnx.state(jit(lambda: GPT(config, rngs=nnx.Rngs(0)))())
+    for path, leaf in nnx.to_flat_state(state):  # alike for a layer's slice of a stack and for the layer alone
+        vector, value = path[-1] in ("bias", "scale"), np.asarray(leaf[...])
+        changed = value + np.cos(np.arange(leaf.shape[-1])) / 20 if vector else 10 * value
+        leaf[...] = jax.device_put(changed.astype(value.dtype))  # by NumPy: each operation would be a program
+    return state
+
+
+def leaves(model):
+    """Parameters by path, the layers of an unrolled model stacked as a scanned model has them."""
+    flat = {"/".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    names = {path.split("/", 2)[2] for path in flat if path.startswith("layers/0/")}
+    stacked = {
+        f"layers/{name}": np.stack([flat[f"layers/{i}/{name}"] for i in range(model.config.layers)]) for name in names
+    }
+    return stacked | {path: leaf for path, leaf in flat.items() if not (names and path.startswith("layers/"))}
+
+
+def loss(model, rng=None):
+    total, weight = next_token_loss(model(TOKENS[:, :-1], rng=rng), TOKENS[:, 1:], jnp.ones((2, 7)))
+    return total / weight
+
+
+def through_layers(config, p, x, *, causal=True):
+    """The last norm of one sequence in float64, head by head and position by position; `p` are the parameters."""
+    size, share = config.head_width, config.heads // config.key_value_heads
+
+    def norm(x, name, i=...):
+        y = x - x.mean(-1, keepdims=True) if config.norm == "layer" else x
+        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + config.norm_eps) * p[f"{name}/scale"][i]
+        return y + p[f"{name}/bias"][i] if config.norm == "layer" else y
+
+    def linear(x, name, i):
+        return x @ p[f"layers/{name}/kernel"][i] + p.get(f"layers/{name}/bias", np.zeros(9))[i]
+
+    def turned(x, theta):  # rotary, as complex numbers
+        z = x[:, : size // 2] + 1j * x[:, size // 2 :]
+        z = z * np.exp(1j * np.outer(np.arange(len(x)), theta ** (-2 * np.arange(size // 2) / size)))
+        return np.concatenate([z.real, z.imag], -1)
+
+    def attention(x, i):
+        theta, window = config.rope_theta, config.window or len(x)
+        query, key, value = (linear(x, f"attention/{name}", i) for name in ("query", "key", "value"))
+        heads = []
+        for h in range(config.heads):
+            q, k, v = query[:, h * size :][:, :size], key[:, h // share * size :][:, :size], value
+            v = v[:, h // share * size :][:, :size]
+            if config.qk_norm:
+                q, k = norm(q, "layers/attention/query_norm", i), norm(k, "layers/attention/key_norm", i)
+            q, k = (turned(q, theta), turned(k, theta)) if config.positions == "rotary" else (q, k)
+            seen = [slice(max(0, t + 1 - window), t + 1) if causal else slice(None) for t in range(len(x))]
+            rows = [np.exp(q[t] @ k[seen[t]].T / np.sqrt(size)) for t in range(len(x))]
+            heads.append([row / row.sum() @ v[seen[t]] for t, row in enumerate(rows)])
+        return linear(np.concatenate(heads, -1), "attention/output", i)
+
+    def feed_forward(x, i):
+        up = linear(x, "mlp/up", i)
+        if config.activation == "gelu":
+            hidden = gelu(up)
+        else:
+            gate = linear(x, "mlp/gate", i)
+            hidden = up * gate / (1 + np.exp(-gate))
+        return linear(hidden, "mlp/down", i)
+
+    def gelu(x):
+        return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+
+    for i in range(config.layers):
+        x = x + attention(norm(x, "layers/attention_norm", i), i)
+        x = x + feed_forward(norm(x, "layers/mlp_norm", i), i)
+    return norm(x, "final_norm")
+
+
+def reference(model, tokens):
+    """Logits of one sequence in float64."""
+    config, p = model.config, {path: np.float64(leaf) for path, leaf in leaves(model).items()}
+    x = p["embed/tokens"][tokens]
+    x = x + p["embed/positions"][: len(x)] if config.positions == "learned" else x
+    return through_layers(config, p, x) @ (p["embed/tokens"].T if config.tied else p["head/kernel"])
+
+
+@STYLES
+def test_logits_are_those_of_a_plain_reference(config):
+    model = make(config)
+    expected = np.stack([reference(model, np.asarray(row)) for row in TOKENS])
+    logits = forward(model, TOKENS)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+@STYLES
+@pytest.mark.default_ids("llama", "qwen")
+def test_a_token_changes_nothing_before_it_and_something_after(config):
+    model = make(config)
+    changed = TOKENS.at[:, 4].set((TOKENS[:, 4] + 1) % config.vocab_size)
+    before, after = forward(model, TOKENS), forward(model, changed)
+    np.testing.assert_array_equal(before[:, :4], after[:, :4])
+    assert jnp.all(jnp.any(before[:, 4:] != after[:, 4:], axis=-1))
+
+
+def test_the_loss_is_the_weighted_sum_of_cross_entropies():
+    logits = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32) + np.float32(1000)
+    targets, weights = np.array([[0, 1, 2], [3, 4, -1]]), np.array([[1, 1, 0.5], [2, 0, 0]])
+    probability = np.exp(logits.astype(np.float64) - 1000)
+    probability /= probability.sum(-1, keepdims=True)
+    expected = -sum(weights[b, t] * np.log(probability[b, t, targets[b, t]]) for b in range(2) for t in range(3))
+    (total, weight), gradient = jit(jax.value_and_grad(next_token_loss, has_aux=True))(logits, targets, weights)
+    assert (total.dtype, weight.dtype, total.shape, float(weight)) == (jnp.float32, jnp.float32, (), 4.5)
+    assert float(total) == pytest.approx(expected, rel=1e-4)
+    np.testing.assert_allclose(gradient, weights[..., None] * (probability - np.eye(5)[targets]), atol=1e-4)
+
+
+@STYLES
+@pytest.mark.default_ids("llama")
+def test_scanned_and_unrolled_start_from_the_same_bits(config):
+    scanned, unrolled = (leaves(make(config, scan=scan)) for scan in (True, False))
+    assert scanned.keys() == unrolled.keys()
+    for path, leaf in scanned.items():
+        np.testing.assert_array_equal(leaf, unrolled[path], err_msg=path)
+    assert not np.any(np.equal(*scanned["layers/attention/query/kernel"]))
+
+
+@functools.cache
+def loss_and_gradients(config, scan, remat):
+    model = make(config, dropout=0.25, scan=scan, remat=remat)
+    value, gradients = jit(jax.value_and_grad(loss))(model, KEY)
+    return float(value), leaves(gradients)
+
+
+@pytest.mark.parametrize(
+    ("config", "scan", "remat"),
+    [
+        (LLAMA, False, None),
+        (LLAMA, False, "full"),
+        (LLAMA, True, "full"),
+        (LLAMA, True, "dots"),
+        (LLAMA, True, "dots_except_mlp"),
+    ],
+)  # the loop does not know what is in a layer
+@pytest.mark.default_ids("config3-True-dots")
+def test_every_form_of_the_layer_loop_has_the_same_loss_and_gradients(config, scan, remat):
+    value, gradients = loss_and_gradients(config, True, None)
+    other, others = loss_and_gradients(config, scan, remat)
+    assert other == pytest.approx(value, rel=1e-5)
+    largest = max(float(np.abs(gradient).max()) for gradient in gradients.values())
+    assert others.keys() == gradients.keys()
+    for path, gradient in gradients.items():
+        assert np.any(gradient != 0), path
+        np.testing.assert_allclose(others[path], gradient, rtol=1e-3, atol=1e-5 * largest, err_msg=path)
+
+
+@jit
+def half(model):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+
+
+@STYLES
+@pytest.mark.default_ids("llama")
+def test_sixteen_bit_parameters_compute_in_sixteen_bits_and_give_float32_logits(config):
+    model = half(make(config))
+    features, logits = jax.eval_shape(lambda: (model.features(TOKENS), model(TOKENS)))
+    assert (features.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+    step = jit(jax.value_and_grad(loss))
+    value, gradients = step(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.bfloat16)}
+    total, weight = jit(next_token_loss)(forward(make(config), TOKENS)[:, :-1], TOKENS[:, 1:], jnp.ones((2, 7)))
+    assert float(value) == pytest.approx(float(total / weight), rel=0.05)
+    program = step.lower(model).as_text().splitlines()
+    products = [line for line in program if "dot_general " in line]
+    sums = [line for line in program if "stablehlo.reduce(" in line and "stablehlo.add" in line]
+    assert len(products) > 10 and len(sums) > 5
+    for line in products:  # operands in bf16, or an algorithm that takes them so
+        operands = line.split(" : ")[-1].split(" -> ")[0]
+        assert "f32" not in operands.replace("bf16", "") or "lhs_precision_type = bf16" in line, line
+    assert not [line for line in sums if "bf16" in line]  # on a GPU they would also be added up in bf16
+
+
+def test_gradients_of_a_token_or_position_are_not_lost_in_sixteen_bits():
+    """In bfloat16 256 + 1 is 256: a running sum of ones would stop there."""
+    tokens = jnp.full((8, 500), 5)
+    embed = half(jit(lambda: gpt.Embedding(dataclasses.replace(GPT2, context=500), rngs=nnx.Rngs(0)))())
+    packed = jnp.full((8, 500), 3)
+    gradient = jit(jax.grad(lambda embed: embed(tokens, packed).astype(jnp.float32).sum()))(embed)
+    for table, row in ((gradient.tokens, 5), (gradient.positions, 3)):
+        rows = np.asarray(table[...]).astype(np.float32)
+        assert np.all(rows[row] == 4000) and np.all(rows[4] == 0)
+
+
+def test_dropout_zeroes_the_rate_and_keeps_the_mean():
+    dropped, other = map(
+        np.asarray, jit(lambda x: [dropout(x, 0.25, KEY, site=i) for i in (0, 1)])(np.ones((400, 100)))
+    )
+    assert set(np.unique(dropped).tolist()) == {0.0, float(np.float32(1 / 0.75))}
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
+    assert np.any(dropped[0] != dropped[1]) and np.any(dropped != other)
+
+
+@pytest.mark.parametrize("kind", [GPT, MLP])
+def test_dropout_follows_its_key_and_is_off_without(kind):
+    config, x = (LLAMA, TOKENS) if kind is GPT else (MLPConfig(8, (32,), 4), jnp.ones((2, 8)))
+    configs = [dataclasses.replace(config, dropout=rate) for rate in (0.0, 0.5)]
+    sure, model = jit(lambda: [build(config, rngs=nnx.Rngs(0)) for config in configs])()
+    plain, first, again, other = forward(sure, x), *(forward(model, x, key) for key in (KEY, KEY, jax.random.key(4)))
+    np.testing.assert_array_equal(first, again)
+    assert jnp.any(first != other) and jnp.any(first != plain)
+    np.testing.assert_array_equal(forward(model, x), plain)
+    np.testing.assert_array_equal(forward(sure, x, KEY), plain)
+
+
+def next_logits(model, tokens):
+    """Logits of each next token given the last `context` tokens before it: [batch, length, vocab]."""
+    context, length = model.config.context, tokens.shape[1]
+    early = forward(model, jnp.pad(tokens, ((0, 0), (0, max(0, context - length))))[:, :context])[:, :length]
+    late = [forward(model, tokens[:, end - context : end])[:, -1:] for end in range(context + 1, length + 1)]
+    return jnp.concatenate([early, *late], axis=1)
+
+
+@pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(GPT2, tied=False)], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("prompt", [1, 6, 11])  # total 6, 11 and 16 tokens, context 8
+@pytest.mark.default_ids("1-llama")
+def test_greedy_sampling_takes_the_likeliest_token_of_a_plain_forward_pass(config, prompt):
+    model, given = make(config), jax.random.randint(KEY, (2, prompt), 0, 19)
+    tokens = generate(model, given, length=5, temperature=0, rng=KEY)
+    assert (tokens.shape, tokens.dtype) == ((2, prompt + 5), given.dtype)
+    np.testing.assert_array_equal(tokens[:, :prompt], given)
+    np.testing.assert_array_equal(tokens[:, prompt:], next_logits(model, tokens)[:, prompt - 1 : -1].argmax(-1))
+    assert len(np.unique(tokens[:, prompt:])) > 2
+
+
+@pytest.mark.rest
+def test_sampling_draws_among_the_likeliest_and_follows_its_key():
+    model, prompt = make(LLAMA), jnp.tile(TOKENS[:1, :3], (64, 1))
+    sample = jax.jit(lambda rng: generate(model, prompt, length=9, temperature=50.0, top_k=3, rng=rng))
+    tokens = sample(KEY)
+    np.testing.assert_array_equal(tokens, sample(KEY))
+    assert jnp.any(tokens != sample(jax.random.key(4)))
+    best = jax.lax.top_k(next_logits(model, tokens)[:, 2:-1], 3)[1]
+    assert jnp.all(jnp.any(best == tokens[:, 3:, None], axis=-1))
+    assert len(np.unique(tokens[:, 3])) == 3  # one prompt, 64 rows, nearly uniform: all three appear
+    assert len(np.unique(generate(model, prompt, length=1, temperature=50.0, rng=KEY)[:, 3])) > 3
+    assert generate(model, prompt[:1], length=1, temperature=50.0, top_k=1, rng=KEY)[0, 3] == best[0, 0, 0]
+
+
+def test_initial_values_are_gpt2s_and_the_first_loss_is_uniform():
+    config = dataclasses.replace(GPT2, layers=4, width=256, vocab_size=512, context=64)
+    model = jit(lambda: GPT(config, rngs=nnx.Rngs(0)))()
+    stds = {path: float(leaf.std()) for path, leaf in leaves(model).items()}
+    residual = 0.02 / math.sqrt(2 * 4)
+    for path, std in stds.items():
+        expected = residual if path.endswith(("output/kernel", "down/kernel")) else 0.02
+        expected = 0.01 if path == "embed/positions" else 0.0 if path.endswith(("bias", "scale")) else expected
+        assert std == pytest.approx(expected, rel=0.05), path
+    assert float(jit(loss)(model)) == pytest.approx(math.log(512), abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"heads": 3}, r"heads must divide width; given width\(16\) % heads\(3\) = 1\. Make width .* 18"),
+        ({"kv_heads": 3}, r"kv_heads must divide heads; given heads\(4\) % kv_heads\(3\) = 1\. .*\[1, 2, 4\]"),
+        ({"heads": 16, "kv_heads": 1}, r"must be even; given width\(16\) / heads\(16\) = 1"),
+        ({"kv_heads": 0}, r"kv_heads is a positive integer; given 0"),
+        ({"dropout": 1.0}, r"dropout is a rate in \[0, 1\); given 1\.0"),
+        ({"remat": "some"}, r"given 'some'\. Choose one of \('dots', 'dots_except_mlp', 'full', None\)"),
+        (
+            {"rope_factor": 8.0, "rope_high_freq_factor": 1.0},
+            r"low_freq_factor is positive and less than rope_high_freq_f",
+        ),
+        (
+            {"rope_factor": 8.0, "positions": "learned"},
+            r"rope_factor scales rotary positions; given positions = \"learned\"",
+        ),
+        ({"norm_eps": -1.0}, r"norm_eps is positive"),
+        (lambda: MLPConfig(4, [8], 2), r"hidden is a tuple of sizes; given \[8\]"),
+        (lambda: MLPConfig(4, (0,), 2), r"sizes are positive integers; given \(0,\)"),
+        (lambda: MLP(MLPConfig(4, (8,), 2), rngs=nnx.Rngs(0))(jnp.ones((1, 5))), r"features_in\(4\)\]; given \[1, 5\]"),
+        (lambda: make(LLAMA)(jnp.zeros((1, 9), int)), r"at most context\(8\) tokens; given int32\[1, 9\]"),
+        (lambda: make(LLAMA)(jnp.zeros((1, 8))), r"tokens are integers \[batch, length\]; given float32\[1, 8\]"),
+        (lambda: generate(make(LLAMA), TOKENS, length=1, top_k=20, rng=KEY), r"vocab_size\(19\); given 20"),
+        (lambda: generate(make(LLAMA), TOKENS[:, :0], length=1, rng=KEY), r"at least 1 token\]; given \[2, 0\]"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused_with_the_rule_the_values_and_the_fix(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(LLAMA, **wrong) if isinstance(wrong, dict) else wrong()
+
+
+def test_mlp_is_its_formula():
+    model = jit(lambda: MLP(MLPConfig(3, (5,), 2, activation="tanh"), rngs=nnx.Rngs(0)))()
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    p = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    first, last = ([p["layers", i, name] for name in ("kernel", "bias")] for i in (0, 1))
+    expected = np.tanh(x @ first[0] + first[1]) @ last[0] + last[1]
+    np.testing.assert_allclose(forward(model, x), expected, rtol=1e-5, atol=1e-6)
+    assert jax.eval_shape(forward, half(model), x).dtype == jnp.float32

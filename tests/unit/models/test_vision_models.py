@@ -1,0 +1,201 @@
+"""ResNet and ViT against plain NumPy, the published numbers, and themselves on other meshes."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_models import through_layers
+
+from jdp.models import ResNet, ResNetConfig, ViT, ViTConfig, build, classification_loss
+
+BASIC = ResNetConfig(classes=5, blocks=(1, 2), width=4, image_size=8, channels=2, stem="small", zero_init=False)
+BOTTLENECK = dataclasses.replace(BASIC, block="bottleneck", stem="imagenet", image_size=13)
+VIT = ViTConfig(classes=5, layers=2, width=8, heads=2, patch=4, image_size=8, channels=2)
+POOLED = dataclasses.replace(VIT, pool="mean", mlp_width=12, dropout=0.3)
+WEIGHTS = jnp.array([1.0, 0, 0.5, 1, 0, 2])
+
+both = pytest.mark.parametrize("config", [BASIC, BOTTLENECK], ids=["basic", "bottleneck"])
+forward = jax.jit(lambda model, images, rng=None: model(images, rng=rng))
+
+
+@functools.cache
+def make(config):
+    """A model off its start, filled in by NumPy: kernels that keep the scale, vectors off zero and one."""
+    draw = np.random.default_rng(0).normal
+
+    def fill(path, leaf):
+        name = str(path[-2]).removeprefix(".")
+        if name in ("bias", "mean", "scale", "var"):
+            return jnp.float32(draw(size=leaf.shape) / 8 + (name in ("scale", "var")))
+        inputs = math.prod(leaf.shape[:-1]) if leaf.ndim == 4 else leaf.shape[-2]
+        return jnp.float32(draw(size=leaf.shape) / math.sqrt(inputs))
+
+    return jax.tree.map_with_path(fill, jax.eval_shape(lambda: build(config, rngs=nnx.Rngs(0))))
+
+
+def pictures(config, rows=6):
+    return jax.random.normal(jax.random.key(7), (rows, config.image_size, config.image_size, config.channels))
+
+
+def values(model):
+    return {"/".join(map(str, path)): np.float64(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+class Plain:
+    """A ResNet's logits in float64, and what becomes of its statistics."""
+
+    def __init__(self, model, counted=None):
+        self.config, self.p, self.counted, self.after = model.config, values(model), counted, {}
+
+    def conv(self, x, name, stride):
+        kernel = self.p[f"{name}/kernel"]
+        size, pad = len(kernel), len(kernel) // 2
+        x = np.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+        side = (x.shape[1] - size) // stride + 1
+        places = [slice(i, i + stride * side, stride) for i in range(size)]
+        return sum(x[:, places[i], places[j]][:, :side, :side] @ kernel[i, j] for i in range(size) for j in range(size))
+
+    def norm(self, x, name):
+        mean, variance = self.p[f"{name}/mean"], self.p[f"{name}/var"]
+        if self.counted is not None:
+            rows = x[self.counted]
+            old, momentum = (mean, variance), self.config.norm_momentum
+            mean, variance = rows.mean((0, 1, 2)), rows.var((0, 1, 2))
+            for kind, before, now in zip(("mean", "var"), old, (mean, variance), strict=True):
+                self.after[f"{name}/{kind}"] = momentum * before + (1 - momentum) * now
+        x = (x - mean) / np.sqrt(variance + self.config.norm_eps)
+        return x * self.p[f"{name}/scale"] + self.p[f"{name}/bias"]
+
+    def stem(self, x):
+        if self.config.stem == "small":
+            return np.maximum(self.norm(self.conv(x, "stem/conv", 1), "stem/norm"), 0)
+        x = np.maximum(self.norm(self.conv(x, "stem/conv", 2), "stem/norm"), 0)
+        x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
+        side = (x.shape[1] - 3) // 2 + 1
+        places = [slice(i, i + 2 * side - 1, 2) for i in range(3)]
+        return np.max([x[:, rows, columns] for rows in places for columns in places], axis=0)
+
+    def block(self, x, name, stride):
+        strides = (1, stride, 1) if self.config.block == "bottleneck" else (stride, 1)
+        y = x
+        for i, step in enumerate(strides):
+            y = self.norm(self.conv(y, f"{name}/conv{i + 1}", step), f"{name}/norm{i + 1}")
+            y = np.maximum(y, 0) if i + 1 < len(strides) else y
+        if f"{name}/shortcut/conv/kernel" in self.p:
+            x = self.norm(self.conv(x, f"{name}/shortcut/conv", stride), f"{name}/shortcut/norm")
+        return np.maximum(x + y, 0)
+
+    def logits(self, images):
+        x = self.stem(np.float64(images))
+        for stage, blocks in enumerate(self.config.blocks):
+            for i in range(blocks):
+                x = self.block(x, f"stages/{stage}/blocks/{i}", 2 if stage and not i else 1)
+        return x.mean((1, 2)) @ self.p["head/kernel"] + self.p["head/bias"]
+
+
+@functools.cache
+def trained_once(config):
+    """Logits and statistics of one call in training mode."""
+    call = jax.jit(lambda model: (model(pictures(config), weights=WEIGHTS), nnx.state(model, nnx.BatchStat)))
+    return call(make(config))
+
+
+@both
+@pytest.mark.default_ids("basic")
+def test_a_resnet_is_its_formula_and_rows_of_weight_zero_leave_no_trace_in_it(config):
+    plain = Plain(make(config), counted=np.asarray(WEIGHTS != 0))
+    expected = plain.logits(pictures(config))
+    logits, statistics = trained_once(config)
+    assert logits.dtype == jnp.float32
+    # float32 against float64 through nine norms, each of which may divide by a small standard deviation.
+    np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4)
+    found = {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(statistics)}
+    assert found.keys() == plain.after.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, plain.after[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_in_evaluation_a_resnet_uses_its_averages_and_keeps_them():
+    model = nnx.clone(make(BASIC))
+    model.eval()
+    images = pictures(BASIC)
+    before = values(model)
+    logits, kept = jax.jit(lambda model: (model(images, weights=WEIGHTS), nnx.state(model)))(model)
+    np.testing.assert_allclose(logits, Plain(model).logits(images), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(forward(model, images[:1]), logits[:1], rtol=1e-4, atol=1e-5)  # other rows have no say
+    after = values(kept)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_resnet_starts_as_he_and_goyal_say():
+    config = dataclasses.replace(BOTTLENECK, width=64, zero_init=True)
+    model = jax.jit(lambda: ResNet(config, rngs=nnx.Rngs(0)))()
+    for path, leaf in values(model).items():
+        if path.endswith("kernel"):
+            std = 0.01 if path.startswith("head") else math.sqrt(2 / (math.prod(leaf.shape[:2]) * leaf.shape[-1]))
+            assert leaf.std() == pytest.approx(std, rel=0.1), path
+        elif path.endswith("scale"):
+            assert np.all(leaf == (0 if path.endswith("norm3/scale") else 1)), path
+
+
+def plain_vit(model, image):
+    """A ViT's logits of one image in float64."""
+    config, p = model.config, values(model)
+    size, side = config.patch, config.image_size
+    cut = [image[r : r + size, c : c + size].ravel() for r in range(0, side, size) for c in range(0, side, size)]
+    x = np.float64(cut) @ p["embed/patches/kernel"] + p["embed/patches/bias"]
+    x = np.concatenate([p["embed/token"], x]) if config.pool == "token" else x
+    x = through_layers(model.layers.attention.config, p, x + p["embed/positions"], causal=False)
+    return (x[0] if config.pool == "token" else x.mean(0)) @ p["head/kernel"] + p["head/bias"]
+
+
+@pytest.mark.parametrize("config", [VIT, POOLED], ids=["token", "mean"])
+@pytest.mark.default_ids("mean")
+def test_a_vit_is_its_formula(config):
+    model, images = make(config), pictures(config, 2)
+    logits = forward(model, images)
+    assert logits.dtype == jnp.float32
+    expected = np.stack([plain_vit(model, np.asarray(image)) for image in images])
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_vit_starts_as_its_authors_code():
+    config = dataclasses.replace(VIT, width=64, mlp_width=128)
+    model = jax.jit(lambda: ViT(config, rngs=nnx.Rngs(0)))()
+    for path, leaf in values(model).items():
+        std = math.sqrt(2 / sum(leaf.shape[-2:])) if path.endswith("kernel") else 0.0
+        special = {"embed/patches/kernel": 1 / math.sqrt(32), "embed/positions": 0.02, "head/kernel": 0.0}
+        assert leaf.std() == pytest.approx(special.get(path, std), rel=0.1), path
+
+
+def test_the_classification_loss_is_weighted_and_counts_what_is_right():
+    logits = jnp.array([[2.0, 0, 0], [0, 1, 0], [0, 0, 3], [5, 0, 0]])
+    labels, weights = jnp.array([0, 2, 2, -1]), jnp.array([1.0, 2.0, 0.5, 0.0])
+    total, weight, correct = jax.jit(classification_loss)(logits, labels, weights)
+    nats = [math.log(math.e**2 + 2) - 2, math.log(math.e + 2), math.log(math.e**3 + 2) - 3]
+    assert (total.dtype, weight.dtype, correct.dtype) == (jnp.float32,) * 3
+    assert float(total) == pytest.approx(nats[0] + 2 * nats[1] + 0.5 * nats[2], rel=1e-5)
+    assert (float(weight), float(correct)) == (3.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: dataclasses.replace(BASIC, blocks=()), r"blocks are positive integers; given \(\)\. Remove empty"),
+        (lambda: dataclasses.replace(BASIC, blocks=[1]), r"blocks is a tuple, one number a stage; given \[1\]"),
+        (lambda: dataclasses.replace(BASIC, block="wide"), r"no block of that name; given 'wide'\. .*'bottleneck'"),
+        (lambda: dataclasses.replace(BASIC, norm_momentum=1.0), r"norm_momentum is in \[0, 1\); given 1\.0"),
+        (lambda: dataclasses.replace(VIT, patch=3), r"patch must divide .*image_size\(8\) % patch\(3\) = 2\. .* 9"),
+        (lambda: make(BASIC)(jnp.ones((2, 8, 8, 2), "uint8")), r"channels\(2\)\] floats; given uint8\[2, 8, 8, 2\]"),
+        (lambda: make(BASIC)(jnp.ones((2, 8, 8, 2)), weights=jnp.ones(3)), r"weights are \[batch\]; given \[3\]"),
+        (lambda: make(VIT)(jnp.ones((2, 12, 8, 2))), r"image_size\(8\) pixels .*; given float32\[2, 12, 8, 2\]"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused_with_the_rule_the_values_and_the_fix(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        wrong()

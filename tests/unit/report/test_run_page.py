@@ -1,0 +1,174 @@
+"""The page of runs: self-contained, escaped, thinned without losing what stands out, and with the runs' numbers."""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+from test_plan_page import FAILED, HOSTILE, Reader, outlook_of
+
+from jdp.core.sharding.placement import Placement
+from jdp.report.pages import run_page
+from jdp.report.run import CompiledStep, Run
+
+DEVICES = {
+    "platform": "cpu",
+    "device": "cpu",
+    "devices": 4,
+    "hosts": 1,
+    "processes": 1,
+    "jax": "0.10",
+    "python": "3.11",
+}
+HISTORY = (
+    {"event": "started", "step": 0, "time": 1000.0, **DEVICES},
+    {"event": "stopped", "step": 20, "time": 1100.0, "signal": "SIGTERM"},
+    {"event": "resumed", "step": 20, "time": 1200.0, **DEVICES},
+    {"event": "resumed", "step": 40, "time": 1300.0, **DEVICES},  # the visit before was killed
+    {"event": "finished", "step": 60, "time": 1400.0, "stopped_early": False},
+)
+SETTINGS = {"name": '"a"', "strategy": '"zero1"', "train.steps": "60", "train.batch_size": "16"}
+LEAF = Placement("params/head/kernel", (64, 256), "float32", "P('data',)", "P()", 16_384, "dimension 0 over data")
+
+
+def rows_of(count=60, **more):
+    rows = [
+        {
+            "step": step,
+            "time": 1000.0 + step,
+            "loss": 5 / step**0.1,
+            "lr": 1e-3,
+            "grad_norm": 1.5,
+            "step_seconds": 0.25,
+            "data_wait_seconds": 0.025,
+            "tokens_per_second": 4096.0,
+            **more,
+        }
+        for step in range(1, count + 1)
+    ]
+    return [*rows, {"step": count, "time": 1070.0, "eval_loss": 3.125, "eval_bits_per_token": 4.5}]
+
+
+def run_of(name="a", **changed):
+    plain = Run(name, rows_of(), HISTORY, 'name = "a"\n', SETTINGS, (20, 40, 60))
+    return dataclasses.replace(plain, **changed)
+
+
+def compiled(**changed):
+    return CompiledStep("cpu:4", outlook_of(**changed), [LEAF], ["times are simulated"])
+
+
+def read(*runs, **named):
+    return Reader(run_page(runs, **named))
+
+
+@functools.cache
+def text_of_two():
+    """A page of two runs that differ, one with its compiled step: several tests read it."""
+    other = run_of("b", settings=SETTINGS | {"optimizer.lr": "0.1", "strategy": '"ddp"'})
+    return run_page([run_of(step=compiled(), rows=rows_of()), other])
+
+
+def test_the_page_has_the_numbers_of_the_run():
+    found = read(run_of(rows=rows_of(mfu=0.421), step=compiled()))
+    for expected in (
+        "Run a",
+        "60 of 60",
+        "finished",
+        "3.125 loss, 4.5 bits per token",
+        "4.1k tokens/s",
+        "42 %",  # MFU
+        "10 %",  # of a step waiting for data
+        "250 ms",
+        "4 × cpu",
+        "stopped by SIGTERM",
+        "resumed on 4 × cpu",
+        "it was killed, or its machine was lost",
+        "1.15 GiB",  # bytes of parameters: 1,234,567,890
+        "params/head/kernel",
+        "16,384",
+        "Times are simulated.",
+        "the run’s median step took 250 ms on 4 × cpu.",
+        'name = "a"',
+        "Dotted: resumed.",
+    ):
+        assert expected in found.text, expected
+
+
+def test_the_goodput_is_among_what_happened():
+    assert "Goodput 91 % of 2 h; saving 5.1 %." in run_page([run_of(goodput="goodput 91 % of 2 h; saving 5.1 %")])
+    assert "Goodput" not in run_page([run_of()])
+
+
+def test_hostile_names_stay_text():
+    """What a folder, an experiment, a metric or an error may be called."""
+    history = ({"event": "failed", "step": 3, "time": 1.0, "error": HOSTILE}, {"event": HOSTILE, "step": 4})
+    hostile = run_of(
+        HOSTILE,
+        rows=rows_of(**{HOSTILE: 2.0}),
+        history=history,
+        toml=HOSTILE,
+        settings={HOSTILE: HOSTILE},
+        notes=[HOSTILE],
+        no_step=HOSTILE,
+    )
+    found = read(hostile, run_of("b", step=compiled()))
+    assert found.tags.count("script") == 1 and "img" not in found.tags
+    assert {"onerror", "onload"}.isdisjoint(name for _, name, _ in found.attributes)
+    assert found.text.count('<script>alert("x")</script>') >= 10
+
+
+def test_several_runs_are_compared():
+    found = Reader(text_of_two())
+    assert "What differs" in found.text
+    assert 'strategy "zero1" "ddp"' in found.text and "optimizer.lr – 0.1" in found.text
+    assert "train.batch_size" not in found.text.partition("What differs")[2].partition("Loss and learning")[0]
+    assert found.values("class").count("key run") == 4, "a legend of two at the losses and the speeds"
+    assert "differ only in their names" in read(run_of(rows=[]), run_of("b", rows=[])).text
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (run_of(rows=[], history=(), notes=["No step was logged."]), "No loss was logged."),
+        (run_of(rows=[{"step": 1, "loss": math.nan}, {"step": 7, "eval_loss": math.inf}], history=()), "nan"),
+        (run_of(history=[*HISTORY[:1], {"event": "bad step", "step": 3, "words": "Step 3 is bad."}]), "Step 3 is bad."),
+        (run_of(rows=[], no_step="The data are gone."), "The data are gone."),
+        (
+            run_of(rows=[], step=CompiledStep("cpu:4", FAILED, [LEAF], [])),
+            "The step did not compile: RESOURCE_EXHAUSTED: no room",
+        ),
+        (run_of(rows=[], step=compiled(timeline=None)), "The rates of these devices are unknown."),
+        (run_of(rows=[], settings={}, toml="[["), "[["),
+        (run_of(rows=[{"step": 1, "loss": 1e99, "lr": 0.0, "grad_norm": -1.0}]), "1e+99"),
+    ],
+)
+def test_what_is_not_known_is_said_and_the_rest_is_there(run, expected):
+    found = read(run)
+    assert expected in found.text and "What happened" in found.text
+
+
+@pytest.mark.rest
+def test_many_long_runs_make_a_page_of_bounded_size():
+    rows = [{"step": i, "loss": math.sin(i * i)} for i in range(20_000)]
+    text = run_page([run_of(f"run-{i}", rows=rows) for i in range(12)])
+    assert len(text.encode()) < 1_500_000
+    assert Reader(text).values("stroke-dasharray"), "the eighth run has the first's colour, dashed"
+
+
+# What happened.
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        (HISTORY, "finished"),
+        (HISTORY[:2], "stopped by SIGTERM"),
+        (HISTORY[:3], "goes on, or was killed"),
+        ([{"event": "failed", "step": 1}], "failed"),
+        ([{"event": "finished", "step": 1, "stopped_early": True}], "stopped early"),
+        ((), "not known"),
+    ],
+)
+def test_how_a_run_stands(history, expected):
+    assert run_of(history=history).state == expected

@@ -1,0 +1,60 @@
+"""A run goes on over damaged checkpoints as long as one is whole, and comes to the same losses, bit for bit."""
+
+import pytest
+from damage import cut, flip
+from tiny_experiment import write_tiny
+from tiny_runs import refused, rows, train
+
+from jdp.base import notices
+from jdp.checkpoint import check
+
+# Runs of a process each; `test_checkpoint_faults.py` has damage in one.
+pytestmark = pytest.mark.rest
+
+
+TABLES = "[train]\nsteps = 6\nbatch_size = 8\nlog_every = 1\neval_every = 2\ncheckpoint_every = 2\n"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The experiment file, and the losses of a run of it with checkpoints 2, 4 and 6."""
+    file = write_tiny(tmp_path_factory.mktemp("run"), TABLES)
+    code, folder = train(file)
+    assert code == 0
+    return file, losses(folder)
+
+
+@pytest.fixture(autouse=True)
+def fresh_notices():
+    notices._said.clear()
+
+
+def losses(folder):
+    return rows(folder, "loss", "grad_norm"), rows(folder, "eval_loss")
+
+
+def test_a_run_goes_on_from_the_newest_that_is_whole(undisturbed, capsys):
+    file, want = undisturbed
+    checkpoints = file.parent / "runs" / "tiny" / "checkpoints"
+    flip(max((checkpoints / "6").rglob("*"), key=lambda path: path.stat().st_size), 1000)
+    (checkpoints / "4" / "state" / "manifest.ocdbt").unlink()
+    code, folder = train(file)
+    said = "".join(capsys.readouterr())
+    assert code == 0 and losses(folder) == want
+    assert "checkpoint 4 is damaged (state/manifest.ocdbt is missing) and set aside as damaged-4; 2 is read in" in said
+    assert "checkpoint 6 is damaged (" in said and "resumed after step 2" in said
+    names = sorted(path.name for path in checkpoints.glob("[!.]*"))
+    assert names == ["2", "4", "6", "damaged-4", "damaged-6"]
+    assert [found.status for found in check(folder)] == ["whole"] * 3
+
+
+def test_where_none_is_whole_the_run_stops_with_what_is_wrong_and_nothing_is_moved(undisturbed, capsys):
+    file, _ = undisturbed
+    checkpoints = file.parent / "runs" / "tiny" / "checkpoints"
+    before = sorted(path.name for path in checkpoints.iterdir())
+    for step in ("2", "4", "6"):
+        cut(checkpoints / step / "checkpoint.json")
+    for _ in range(2):
+        said = refused(capsys, "train", file, "--run-dir", file.parent / "runs")
+        assert "is whole (6: checkpoint.json has " in said
+    assert sorted(path.name for path in checkpoints.iterdir()) == before

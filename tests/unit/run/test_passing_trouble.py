@@ -1,0 +1,134 @@
+"""A disk that is full for a while, storage that is away: after the first step both are tried again, then exit 75."""
+
+import re
+import shutil
+import threading
+import time
+
+import fsspec
+import pytest
+from damage import small_disk
+from tiny_experiment import points_text, tables, write_points
+from tiny_runs import rows, saved_steps, train
+
+from jdp.checkpoint import errors
+from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.run import signals
+from jdp.run.outputs.metrics import Metrics
+
+TRAIN = {"steps": 6, "batch_size": 16, "log_every": 1, "eval_every": 0, "checkpoint_every": 2}
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write_points(tmp_path, points_text(tables(train=TRAIN)))
+
+
+@pytest.fixture
+def begins(monkeypatch):
+    """Have trouble begin at the end of a step, once a checkpoint is `saved`, and end after some seconds."""
+    timers = []
+
+    def at(step, saved, trouble, end, seconds):
+        real = signals.StopRequest.at_step
+
+        def at_step(self, now):
+            if now == step and not timers:
+                until = time.monotonic() + 20
+                while not saved() and time.monotonic() < until:  # else the trouble is that of the checkpoint before
+                    time.sleep(0.02)
+                trouble()
+                timers.append(threading.Timer(seconds, end))
+                timers[-1].start()
+            return real(self, now)
+
+        monkeypatch.setattr(signals.StopRequest, "at_step", at_step)
+
+    yield at
+    for timer in timers:
+        timer.join()
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_no_step(file, begins, capsys):
+    """The state of a save that failed in the background may be gone: the newest one is saved in its place."""
+    with small_disk(file.parent / "runs", "4m"):
+        hog = file.parent / "runs" / "hog"
+        begins(3, saved_in(file), lambda: fill(hog), hog.unlink, 1.0)
+        code, folder = train(file)
+        assert code == 0 and {2, 6} <= {*saved_steps(folder)} and list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+    said = capsys.readouterr().out
+    assert said.count("No space left on device") == said.count("; retrying for 240 s") > 0
+    assert re.search(r"it succeeded after \d+\.\d s, at try \d+\n", said)
+
+
+def test_rows_that_found_a_full_disk_are_there_once(tmp_path):
+    failed = []
+
+    def patiently(action):
+        try:
+            action()
+        except OSError as error:
+            failed.append(error)
+            hog.unlink(missing_ok=True)
+            action()
+
+    with small_disk(tmp_path / "run", "1m"):
+        hog = tmp_path / "run" / "hog"
+        with Metrics(tmp_path / "run", patiently=patiently) as metrics:
+            for step in range(1, 301):
+                if step in (2, 150):
+                    fill(hog)
+                metrics.write(step, {"loss": step / 7})
+        assert len(failed) >= 2
+        assert rows(tmp_path / "run", "loss") == {step: step / 7 for step in range(1, 301)}
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_75_and_it_goes_on_when_there_is_room(
+    file, begins, capsys, monkeypatch
+):
+    monkeypatch.setattr(errors, "PATIENCE_SECONDS", 0.5)
+    with small_disk(file.parent / "runs", "4m"):
+        hog = file.parent / "runs" / "hog"
+        begins(3, saved_in(file), lambda: fill(hog), lambda: None, 0)
+        code, folder = train(file)
+        said = capsys.readouterr().err
+        assert code == 75 and said.count("error:") == 1 and "this may pass: run again to resume" in said
+        hog.unlink()
+        assert train(file)[0] == 0 and list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+    assert "resumed after step 2" in capsys.readouterr().out
+
+
+def saved_in(file):
+    return (file.parent / "runs" / "points" / "checkpoints" / "2" / COMMITTED).exists
+
+
+def fill(hog):
+    with hog.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.rest
+def test_storage_that_is_away_costs_no_step_and_a_fresh_machine_resumes_from_it(bucket, file, begins, capsys):
+    fs, root = fsspec.core.url_to_fs(f"{bucket}/points", use_listings_cache=False)
+    mirrored, kept = ("--train.mirror", f"{bucket}/points"), {name: getattr(fs, name) for name in ("put", "find")}
+
+    def fails(*_, **__):
+        raise ConnectionError("no route to host")
+
+    begins(
+        3,
+        lambda: fs.exists(f"{root}/2/{COMMITTED}"),
+        lambda: [setattr(fs, name, fails) for name in kept],
+        lambda: [setattr(fs, *each) for each in kept.items()],
+        1.0,
+    )
+    assert train(file, *mirrored)[0] == 0
+    assert sorted(path.removeprefix(f"{root}/") for path in fs.glob(f"{root}/*/{COMMITTED}")) == [
+        f"{step}/{COMMITTED}" for step in (2, 4, 6)
+    ]
+    shutil.rmtree(file.parent / "runs")
+    code, folder = train(file, *mirrored, "--train.steps", "8")
+    assert code == 0 and saved_steps(folder) == [6, 8]
+    said = capsys.readouterr()
+    assert f"mirror {bucket}/points: fetched checkpoint 6" in said.err and "resumed after step 6" in said.out

@@ -1,0 +1,382 @@
+"""The course of a run that an experiment file can ask for: early stopping, which checkpoints stay, where weights start,
+what is trained, and what becomes of a run that cannot go on. On points of three classes, so that a step is cheap."""
+
+import json
+import os
+import socket
+from contextlib import ExitStack
+
+import jax
+import numpy as np
+import pytest
+from damage import files_of_at_most, vouch
+from tiny_experiment import points_text, tables, write_points, write_tiny
+from tiny_runs import refused, rows, saved_steps, stopped_at, train
+
+from jdp.base import notices
+from jdp.checkpoint import Checkpoints
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import load
+from jdp.guard.diagnosis import diagnose
+from jdp.guard.watch import Watch
+from jdp.run.folder import LOCK, Claim
+from jdp.run.visit import Visit
+
+TRAIN = {"steps": 6, "batch_size": 16, "log_every": 1, "eval_batches": "all"}
+POINTS = points_text(tables(optimizer={"name": "sgd", "lr": 0.1}, train=TRAIN))
+STILL = ("--optimizer.lr", "1e-30")
+"""A rate at which nothing changes, so that no evaluation improves on the first."""
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write_points(tmp_path, POINTS)
+
+
+def refusal(capsys, file, *arguments):
+    return refused(capsys, "train", file, "--run-dir", file.parent / "runs", *arguments)
+
+
+def summary_of(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_classifier_reports_accuracy_and_examples(file, capsys):
+    code, folder = train(file, "--json", "--train.eval_every", "3")
+    assert code == 0
+    logged, evaluated = (
+        rows(folder, "loss", "accuracy", "examples_per_second"),
+        rows(folder, "eval_loss", "eval_accuracy"),
+    )
+    assert list(evaluated) == [3, 6] and None not in {value for row in logged.values() for value in row}
+    assert set(rows(folder, "weight").values()) == {16} and rows(folder, "weight").keys() == logged.keys()
+    summary, (loss, accuracy) = summary_of(capsys), evaluated[6]
+    assert summary["final_eval_accuracy"] == accuracy > 0.4
+    assert summary["best"] == {"metric": "eval_loss", "value": loss, "step": 6}
+    assert (summary["stopped_early"], summary["best_checkpoint"], summary["lr"]) == (False, None, 0.1)
+
+
+def test_a_run_stops_early_at_the_same_step_also_when_it_was_resumed(file, capsys):
+    patience = (*STILL, "--train.eval_every", "1", "--train.stop_after", "2", "--json")
+    code, folder = train(file, *patience)
+    summary = summary_of(capsys)
+    assert code == 0 and (summary["steps"], summary["stopped_early"]) == (3, True) and saved_steps(folder) == [3]
+    assert summary["best"]["step"] == 1
+    with stopped_at(2):
+        assert train(file, *patience, name="twice")[0] == 130
+    capsys.readouterr()
+    train(file, *patience, name="twice")
+    assert summary_of(capsys)["steps"] == 3
+    train(file, *patience, name="twice")
+    shown = capsys.readouterr()
+    assert "all of its 3 steps, stopped early: nothing to do" in shown.err
+    with stopped_at(3):  # the stop comes before the evaluation that ends the run
+        assert train(file, *patience, name="late")[0] == 130
+    capsys.readouterr()
+    train(file, *patience, name="late")
+    assert summary_of(capsys)["steps"] == 3
+    longer = [*patience[:4], "--train.stop_after", "4", "--json"]
+    train(file, *longer, name="twice")
+    assert summary_of(capsys)["steps"] == 5, "more patience goes on"
+
+
+@pytest.mark.parametrize("step", [3, 6], ids=["between", "last"])
+@pytest.mark.default_ids("between")
+def test_an_evaluation_that_is_made_up_has_one_row(file, monkeypatch, step):
+    """Its checkpoint precedes it, so each visit makes it up until a later checkpoint is there."""
+    every = ("--train.eval_every", "3")
+    with stopped_at(step):
+        _, folder = train(file, *every)
+    assert step not in rows(folder, "eval_loss")
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr("jdp.run.visit.Visit.before", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            train(file, *every)
+    assert train(file, *every)[0] == 0
+    _, calm = train(file, *every, name="calm")
+    for name in ("loss", "eval_loss"):
+        assert rows(folder, name) == rows(calm, name)
+
+
+def test_the_best_of_equals_is_a_checkpoint_that_is_there(file, capsys):
+    best = ("--train.keep_best", "eval_accuracy", "--train.keep_checkpoints", "1")
+    code, folder = train(file, *STILL, "--train.eval_every", "1", *best, "--json")
+    assert code == 0 and summary_of(capsys)["best_checkpoint"] in saved_steps(folder)
+
+
+def test_an_early_stop_goes_by_the_metric_of_the_best_checkpoint_and_its_last_step_has_a_row(file, capsys):
+    patience = (*STILL, "--train.eval_every", "1", "--train.stop_after", "2", "--train.log_every", "100")
+    code, folder = train(file, *patience, "--train.keep_best", "eval_accuracy", "--json")
+    assert code == 0
+    shown, accuracies = capsys.readouterr(), rows(folder, "eval_accuracy")
+    summary = json.loads(shown.out)
+    assert list(accuracies) == [1, 2, 3]
+    assert summary["best"] == {"metric": "eval_accuracy", "value": accuracies[1], "step": 1}
+    assert "eval_accuracy has not improved in 2 evaluations; its best was" in shown.err and "at step 1" in shown.err
+    assert [*rows(folder, "loss").items()][-1] == (3, summary["final_loss"])
+
+
+def test_the_best_checkpoint_stays_whatever_else_goes(file, capsys):
+    """The rate is far too high from the first step on: later evaluations are worse."""
+    worse = ("--optimizer.lr", "30.0", "--train.eval_every", "1", "--train.keep_checkpoints", "1")
+    code, folder = train(file, *worse, "--train.keep_best", "true", "--json")
+    assert code == 0
+    summary, losses = summary_of(capsys), rows(folder, "eval_loss")
+    best = min(losses, key=losses.__getitem__)
+    assert best < 6 and summary["best_checkpoint"] == best and saved_steps(folder) == [best, 6]
+
+
+def test_the_newest_checkpoints_stay_and_what_is_not_learnt_may_change_between_visits(file):
+    _, folder = train(file, "--train.checkpoint_every", "1", "--train.keep_checkpoints", "2")
+    assert saved_steps(folder) == [5, 6]
+    more = ("--eval.all.source", str(file.parent / "points.npz"), "--mesh.model", "2", "--compiler", "overlap")
+    assert train(file, *more)[0] == 0, "what is evaluated, the mesh and compiler options may change between visits"
+    assert train(file, "--optimizer.ema_decay", "0.5")[0] == 2, "what is learnt may not"
+
+
+@pytest.mark.rest
+def test_weights_start_from_another_run_and_the_optimizer_anew(file, capsys):
+    _, first = train(file, "--json")
+    before = summary_of(capsys)
+    adam = ("--optimizer.name", "adamw", "--optimizer.ema_decay", "0.9", *STILL)
+    code, _ = train(file, *adam, "--train.init_from", str(first), "--json", name="second")
+    shown = capsys.readouterr()
+    assert code == 0 and f"parameters from {first}" in shown.err
+    after = json.loads(shown.out)
+    # The average of the parameters begins at them too; 0.9 p + 0.1 p is p but for a rounding.
+    assert after["final_eval_loss"] == pytest.approx(before["final_eval_loss"], rel=1e-6)
+    other = (*adam, "--train.init_from", first / "checkpoints", "--name", "second")
+    assert "train.init_from was" in refusal(capsys, file, *other)
+    small = ("--model.hidden", "[4]", "--train.init_from", first, "--name", "third")
+    assert "layers/0/bias" in refusal(capsys, file, *small)
+
+
+def test_a_resumed_run_may_have_another_batch_size(file):
+    """Three steps of 16 rows, then three of 8: the samples go on where they were, and steps count on."""
+    assert train(file, "--train.steps", "3")[0] == 0
+    code, folder = train(file, "--train.batch_size", "8")
+    large, small = Assembly.on_devices(load(file, {})), Assembly.on_devices(load(file, {"train.batch_size": "8"}))
+    state, losses = large.training.state(), {}
+    with large.inputs.train_feed(0, 0) as feed:
+        for step in (1, 2, 3):
+            state, metrics = large.training.step(state, next(feed))
+            losses[step] = float(metrics["loss"])
+    with small.inputs.train_feed(6, 48) as feed:  # the seventh batch of 8, had all had 8
+        for step in (4, 5, 6):
+            state, metrics = small.training.step(state, next(feed))
+            losses[step] = float(metrics["loss"])
+    assert code == 0 and rows(folder, "loss") == losses and set(rows(folder, "weight").values()) == {16, 8}
+    with Checkpoints(folder / "checkpoints") as saved:
+        assert saved.restore(small.training.abstract_state)[1]["samples"] == 72
+
+
+def test_only_what_wrt_names_is_trained(file):
+    _, folder = train(file, "--train.wrt", '"layers/1/*"', "--optimizer.name", "adamw")
+    experiment = load(file, {"train.wrt": '"layers/1/*"', "optimizer.name": "adamw"})
+    assembly = Assembly.on_devices(experiment)
+    begun = jax.device_get(assembly.training.state().params)
+    with Checkpoints(folder / "checkpoints") as saved:
+        state, _ = saved.restore(assembly.training.abstract_state)
+    trained = jax.device_get(state.params)
+    np.testing.assert_array_equal(trained["layers"]["0"]["kernel"], begun["layers"]["0"]["kernel"])
+    assert np.abs(trained["layers"]["1"]["kernel"] - begun["layers"]["1"]["kernel"]).max() > 0.1
+
+
+def test_updates_that_overflow_end_the_run_with_one_error_that_names_the_rate(file, capsys):
+    with np.load(file.parent / "points.npz") as points:
+        np.savez(file.parent / "points.npz", features=points["features"] * np.float32(1e3), labels=points["labels"])
+    error = refusal(capsys, file, "--optimizer.lr", "3e38")
+    assert "the gradients were finite, and the updates of 6 steps in a row were not finite" in error
+    assert "lower optimizer.lr" in error
+    said = diagnose(file.parent / "runs" / "points").words
+    assert any("The gradient of step 1 is finite; the optimizer's update is not." in words for words in said)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_short_run_that_ends_in_skipped_steps_diverged(file, capsys, count):
+    """The first update makes the weights huge, and no later step has finite gradients."""
+    code, folder = train(file, "--optimizer.lr", "1e38", "--train.steps", str(count))
+    shown = capsys.readouterr()
+    assert code == 2 and shown.err.count("error:") == 1 and "Traceback" not in shown.err
+    row = f"the gradients of {count - 1} step" + "s in a row" * (count > 2)
+    assert f"{row} were not finite (and the run ended with them)" in shown.err and "lower optimizer.lr" in shown.err
+    assert f"skipped {count - 1}" in shown.out and "skipped 0" not in shown.out
+    assert not saved_steps(folder) and not (folder / "summary.json").exists()
+
+
+@pytest.mark.rest
+def test_a_run_that_failed_before_its_first_step_leaves_no_folder_in_the_way(file, capsys):
+    _, other = train(file, "--train.steps", "1", name="other")
+    wrong = ("--model.hidden", "[4]", "--train.init_from", str(other))
+    refusal(capsys, file, *wrong)
+    assert not other.with_name("points").exists()
+    code, folder = train(file, "--train.init_from", str(other), "--train.steps", "1")
+    assert code == 0, "the corrected command"
+    assert "holds a run of another experiment" in refusal(capsys, file, *wrong)
+    assert saved_steps(folder) == [1], "what there was before stays"
+
+
+@pytest.mark.rest
+def test_a_run_goes_on_after_its_folder_its_data_and_its_first_weights_were_moved(file, capsys):
+    _, base = train(file, "--train.steps", "1", name="base")
+    begins = ("--optimizer.schedule", "constant", "--train.init_from", str(base))
+    _, folder = train(file, *begins, "--train.steps", "1")
+    base.rename(base.with_name("elsewhere"))
+    folder.rename(folder.with_name("renamed"))
+    (file.parent / "points.npz").rename(file.parent / "moved.npz")
+    moved = (*begins, "--data.source", str(file.parent / "moved.npz"), "--train.steps", "2")
+    code, folder = train(file, *moved, name="renamed")
+    assert code == 0 and saved_steps(folder) == [1, 2], capsys.readouterr().err
+    with np.load(file.parent / "moved.npz") as points:
+        np.savez(file.parent / "others.npz", **{**points, "features": points["features"] + 1})
+    moved = (*moved[:-3], str(file.parent / "others.npz"), "--train.steps", "3", "--name", "renamed")
+    assert "was trained on other data" in (said := refusal(capsys, file, *moved)) and "data.source was '" in said
+    assert "there is no" in refusal(capsys, file, *begins, "--data.source", str(file.parent / "moved.npz"))
+    assert not folder.with_name("points").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"), [("wte.weight", "model.embed_tokens.weight"), ("head/kernel", "embed/tokens")]
+)
+def test_a_safetensors_file_lacks_tensors_by_the_names_that_it_has(name, lacks, tmp_path, capsys):
+    from safetensors.numpy import save_file
+
+    save_file({name: np.zeros((4, 4), np.float32)}, tmp_path / "other.safetensors")
+    file = write_tiny(tmp_path, tables(train={"steps": 1, "batch_size": 8, "init_from": "other.safetensors"}))
+    error = refusal(capsys, file)
+    assert "train.init_from: " in error and lacks in error and name in error
+
+
+def test_a_rule_that_shards_over_data_under_ddp_is_not_silent(file, capsys):
+    pattern = "layers/0/k*nel"
+    notices._said.clear()
+    assert train(file, f"--rules.{pattern}", '["", "data"]')[0] == 0
+    assert capsys.readouterr().err.count(f"the rule for '{pattern}' shards over data, which ddp does not") == 1
+
+
+@pytest.mark.parametrize("size", [500, 4000], ids=["experiment", "metrics"])
+def test_a_full_disk_is_one_error_and_the_run_resumes_when_there_is_room(file, capsys, size):
+    with files_of_at_most(size):
+        error = refusal(capsys, file, "--train.steps", "60")
+    assert "cannot be written: File too large" in error
+    code, folder = train(file, "--train.steps", "60")
+    assert code == 0 and saved_steps(folder) == [60]
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_error(file, capsys):
+    assert "/proc/runs/points cannot be written" in refused(capsys, "train", file, "--run-dir", "/proc/runs")
+
+
+# Whose folder it is.
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(file, capsys, monkeypatch):
+    _, folder = train(file, "--train.steps", "1")
+    with Claim(folder) as claim:
+        assert claim.lock()
+        before = contents(folder)
+        error = refusal(capsys, file, "--train.steps", "1")
+        assert f"{folder} is in use by a run, process {os.getpid()} on {socket.gethostname()} since 20" in error
+        assert contents(folder) == before
+
+    def before_step(visit, state):
+        if visit.progress.done == 3:
+            refusals.append(refusal(capsys, file))
+        return real(visit, state)
+
+    refusals, real = [], Visit.before
+    monkeypatch.setattr(Visit, "before", before_step)
+    assert train(file)[0] == 0, "a first one that takes steps goes on"
+    assert len(refusals) == 1 and f"{folder} is in use by a run, process " in refusals[0]
+    assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6] and saved_steps(folder)[-1] == 6
+
+
+def after_step(monkeypatch, step, do):
+    """Call `do` in the run after a step, once."""
+    real = Watch.step
+    monkeypatch.setattr(Watch, "step", lambda self, done: (done == step and do(), real(self, done))[1])
+
+
+def test_a_folder_that_loses_its_files_during_a_run_is_whole_at_its_end(file, capsys, monkeypatch):
+    folder = file.parent / "runs" / "points"
+
+    def lose():
+        for name in ("experiment.toml", LOCK):
+            (folder / name).unlink()
+
+    after_step(monkeypatch, 3, lose)
+    assert train(file)[0] == 0
+    assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+    said = capsys.readouterr().err
+    assert f"{folder}/{LOCK} was deleted during the run: the lock is taken again" in said
+    assert f"{folder}/experiment.toml was deleted during the run: it is written again" in said
+    assert train(file)[0] == 0, "it is the run's folder still"
+
+
+def test_a_run_whose_lock_another_one_took_ends_before_it_saves(file, capsys, monkeypatch):
+    taken = ExitStack()
+
+    def steal():
+        (file.parent / "runs" / "points" / LOCK).unlink()
+        taken.enter_context(Claim(file.parent / "runs" / "points")).lock()
+
+    after_step(monkeypatch, 3, steal)
+    with taken:
+        error = refusal(capsys, file)
+    assert f"{LOCK} was deleted during this run, which has ended: a folder is for one run at a time; " in error
+    assert saved_steps(file.parent / "runs" / "points") == []
+
+
+def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_next(file, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("jdp.run.loop._steps", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr("jdp.run.folder._discard_unused", lambda folder: None)  # a killed process cleans up nothing
+        code, folder = train(file)
+    left = {"experiment.toml", "metrics.jsonl", "checkpoints", LOCK}
+    assert code == 130 and left <= {path.name for path in folder.iterdir()}
+    code, _ = train(file, "--optimizer.lr", "0.2", "--train.steps", "1")
+    assert code == 0 and saved_steps(folder) == [1] and "lr = 0.2" in (folder / "experiment.toml").read_text()
+    said = capsys.readouterr().err
+    assert "was left before its first step" in said and "optimizer.lr was 0.1, is 0.2" in said
+    assert train(file, "--optimizer.lr", "0.3")[0] == 2, "now there is a step in it"
+
+
+@pytest.mark.rest
+def test_what_a_damaged_record_lacks_is_said(file, capsys):
+    with stopped_at(3):
+        _, folder = train(file, "--train.eval_every", "3", "--train.keep_best", "true")
+    described = folder / "checkpoints" / "3" / "checkpoint.json"
+    description = json.loads(described.read_bytes())
+    whole = description["record"]
+    damages = {
+        "fingerprint is missing": {key: value for key, value in whole.items() if key != "fingerprint"},
+        "done is '3'": whole | {"done": "3"},
+        "done is 2": whole | {"done": 2},
+        "evals is [1]": whole | {"evals": [1]},
+        "watched.metric is missing": whole | {"watched": {"value": 1.0}},
+    }
+    for said, damage in damages.items():
+        described.write_text(json.dumps(description | {"record": damage}))
+        vouch(folder / "checkpoints" / "3")
+        assert f"is damaged, or not from a run of jdp train: {said}" in refusal(capsys, file)
+    described.write_bytes(b"\0" * 50)
+    vouch(folder / "checkpoints" / "3")
+    assert "3 cannot be read; a file is damaged or missing: " in refusal(capsys, file)
+    described.write_text(json.dumps(description))
+    vouch(folder / "checkpoints" / "3")
+    assert train(file, "--train.eval_every", "3", "--train.keep_best", "true")[0] == 0
+    assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_evaluation_set_has_the_classes_of_training(file, capsys, monkeypatch):
+    monkeypatch.chdir(file.parent)
+    with np.load("points.npz") as points:
+        np.savez("other.npz", features=points["features"], labels=points["labels"] + 1)
+    error = refusal(capsys, file, "--eval.other.source", "other.npz", "--model.features_out", "4")
+    assert "eval.other must have the 3 classes of training" in error
+    assert not (file.parent / "runs" / "points").exists()

@@ -1,0 +1,135 @@
+"""The public names, their arguments in the promised order, and what importing them costs."""
+
+import ast
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from own_process import ROOT
+
+import jdp
+
+SIGNATURES = {
+    "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
+    "keep_programs": "(folder=None, *, limit_bytes=1073741824)",
+    "make_mesh": "(*, devices=None, **axes)",
+    "Plan": "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, offload=None)",
+    "init_state": "(init, tx, plan, *, rng, wrt=None)",
+    "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
+    "make_train_step": (
+        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, "
+        "wire=None, buckets=None, "
+        "check_loss=True, donate=True, compiler='auto')"
+    ),
+    "make_eval_step": (
+        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, check_loss=True, compiler='auto')"
+    ),
+    "value_and_grad": (
+        "(loss_fn, plan, *, argnums=0, has_aux=False, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
+        "wire=None, check_loss=True)"
+    ),
+    "init": "(init, plan, *, rng=None, of=None)",
+    "place": "(tree, plan, *, of=None)",
+    "verify": "(step, *arguments, target=None, cache=True, **other)",
+    "foresee": "(step, *arguments, target=None, cache=True, **other)",
+    "with_ema": "(tx, decay, *, debias=False)",
+    "ema_params": "(state)",
+    "muon": (
+        "(learning_rate, *, ns_coeffs='standard', ns_steps=5, beta=0.95, eps=1e-08, weight_decay=0.0, "
+        "weight_decay_mask=None, mu_dtype=None, nesterov=True, adaptive=False, preconditioning='frobenius', "
+        "adam_b1=0.9, adam_b2=0.999, adam_eps_root=0.0, adam_weight_decay=0.0, adam_learning_rate=None, "
+        "muon_weight_dimension_numbers=None, consistent_rms=None)"
+    ),
+    "scaled_lr": "(base_lr, *, base_batch, batch, rule='linear')",
+    "warmup": "(rate, steps, *, start=0.0)",
+    "scan_layers": "(block, stacked, x, *, remat=None)",
+    "shard_batches": "(loader, plan, *, prefetch=2)",
+    "process_rows": "(plan, batch_size)",
+    "Checkpoints": "(directory, *, keep=3, keep_every=None, best=None, mode='min', keep_in_memory=0, mirror=None)",
+    "save": "(path, state, *, overwrite=False)",
+    "restore": "(path, target)",
+    "restore_params": "(path, target, *, missing=(), ignore=())",
+    "Deadline": "(seconds=300.0, first_seconds=3600.0)",
+    "Precision": "(params='fp32', compute='fp32', reduce='fp32')",
+}
+
+
+def bare(signature):
+    """A signature without its annotations."""
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(parameters))
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_stand_in_the_promised_order(name):
+    assert bare(inspect.signature(getattr(jdp, name))) == SIGNATURES[name]
+
+
+def test_initialize_needs_no_argument():
+    assert all(p.default is not p.empty for p in inspect.signature(jdp.initialize).parameters.values())
+
+
+def test_a_loss_is_a_total_a_weight_and_metrics():
+    assert list(inspect.signature(jdp.Loss).parameters) == ["total", "weight", "metrics"]
+    loss = jdp.Loss(jnp.ones(()), jnp.ones(()))
+    assert loss.metrics == {}
+    assert loss.metrics is not jdp.Loss(1, 1).metrics  # not one dictionary for all
+    assert len(jax.tree.leaves(jdp.Loss(1.0, 2.0, {"a": 3.0, "b": (4.0, 5.0)}))) == 5  # a pytree
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        ("Plan", ["batch_sharding", "placements", "__str__"]),
+        ("Placement", ["bytes_per_device"]),
+        ("Step", ["__call__", "lower", "compile", "partitioning", "why"]),
+        ("ValueAndGrad", ["__call__", "check", "partitioning", "why"]),
+        ("Checkpoints", ["save", "save_in_memory", "restore", "restore_params"]),
+        ("Checkpoints", ["latest", "best", "steps", "wait", "close"]),
+        ("Feed", ["close"]),
+    ],
+)
+def test_what_public_objects_offer(name, members):
+    """`inspect` tells what the class has; fields of dataclasses without a default are in their annotations."""
+    kind = getattr(jdp, name)
+    assert [m for m in members if not hasattr(kind, m) and m not in getattr(kind, "__annotations__", {})] == []
+
+
+def test_records_have_the_promised_fields():
+    fields = lambda kind: list(kind.__dataclass_fields__)  # noqa: E731
+    placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained", "memory"]
+    assert fields(jdp.Placement) == placement
+    assert {"step", "params", "opt_state", "model_state", "rng"} <= set(fields(jdp.TrainState))
+
+
+def test_a_step_is_lowered_and_compiled_like_a_jitted_function():
+    assert list(inspect.signature(jdp.Step.lower).parameters) == ["self", "state", "batch"]
+    assert list(inspect.signature(jdp.Step.compile).parameters) == ["self", "state", "batch", "compiler_options"]
+    assert list(inspect.signature(jdp.Step.__call__).parameters) == ["self", "state", "batch"]
+
+
+def test_every_public_name_is_documented():
+    public = [name for name in dir(jdp) if not name.startswith("_")]
+    assert {*SIGNATURES, "Loss", "TrainState", "Placement", "Step", "Feed"} <= set(public)
+    assert [name for name in public if not (getattr(jdp, name).__doc__ or "").strip()] == []
+
+
+def test_type_checkers_see_the_names_that_there_are():
+    tree = ast.parse((ROOT / "jdp" / "__init__.py").read_text(encoding="utf-8"))
+    seen = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    there = {name: getattr(jdp, name) for name in dir(jdp) if not name.startswith("_")}
+    modules = {name: one.__name__ for name, one in there.items() if inspect.ismodule(one)}
+    assert seen == {name: f"{one.__module__}.{name}" for name, one in there.items() if name not in modules} | modules
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'Plans'"):
+        jdp.Plans  # noqa: B018
