@@ -195,7 +195,12 @@ def _step_of(returned: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, .
         raise ProgramError(f"{name} must return {_SHAPES}; given {type(by_name).__name__} third: make it a dictionary")
     if not by_name:
         return step, arguments
-    return _with_keywords(step, len(arguments), [*by_name]), (*arguments, *by_name.values())
+    try:
+        return _with_keywords(step, len(arguments), [*by_name]), (*arguments, *by_name.values())
+    except (TypeError, ValueError):  # of inspect
+        given = cut(", ".join(map(repr, by_name)))
+        fix = "name other arguments than the tuple's, as Python names them"
+        raise ProgramError(f"{name} must return {_SHAPES}; given the names {given}: {fix}") from None
 
 
 def _with_keywords(step: Callable[..., Any], count: int, names: Sequence[str]) -> Callable[..., Any]:

@@ -190,10 +190,10 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
     """Make relative paths in the table start at `folder`."""
 
-    def anchored(path: Any) -> Any:
+    def anchored(path: Any, words: tuple[str, ...] = ()) -> Any:
         if isinstance(path, list):
-            return [anchored(each) for each in cast("list[Any]", path)]
-        if not isinstance(path, str) or path in ("", "bytes", "stdlib", "digits", NONE):
+            return [anchored(each, words) for each in cast("list[Any]", path)]
+        if not isinstance(path, str) or path in ("", NONE, *words):
             return path
         if hub := HubSource.of(path):
             return hub.at(anchored) if hub.is_path else path
@@ -211,7 +211,8 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
                 if rest:
                     anchor(holder[key], *rest)
                 else:
-                    holder[key] = of_model(holder[key]) if key == "name" else anchored(holder[key])
+                    words = ("bytes",) if key == "tokenizer" else ("stdlib", "digits")
+                    holder[key] = of_model(holder[key]) if key == "name" else anchored(holder[key], words)
 
     for path in PATHS:
         anchor(table, *path.split("."))

@@ -140,7 +140,11 @@ def _claim(claim: Claim, toml: str) -> bool:
             )
             for file in (folder / FLIGHT).glob("rank-*.jsonl"):
                 file.unlink()
-        record(toml, folder)
+        try:
+            record(toml, folder)
+        except OSError:
+            _discard_unused(folder)
+            raise
     except OSError as error:
         raise ExperimentError(
             f"{folder} cannot be written: {error.strerror}; choose another --run-dir"
@@ -173,17 +177,17 @@ def _is_unused(folder: Path) -> bool:
 
 
 def _discard_unused(folder: Path) -> None:
-    """Remove the files of a visit's start, but not the launcher's logs and the batches of skipped steps."""
+    """Remove the files of a visit's start by name; logs, the batches of skipped steps and a user's files stay."""
     with contextlib.suppress(OSError):
         if not _is_unused(folder):
             return
-        for path in sorted(folder.rglob("*"), reverse=True):  # the contents of a folder come before it
-            if path.is_dir():
-                with contextlib.suppress(OSError):
-                    path.rmdir()
-            elif path.suffix not in (".log", ".npz"):
-                path.unlink()
-        folder.rmdir()
+        events, flight = folder.glob(f"{EVENTS}.out.tfevents.*"), (folder / FLIGHT).glob("rank-*.jsonl")
+        names = (JSONL, f"{FILE}.new", FILE, LOCK)  # the files that mark a run's folder come last
+        for file in (*events, *flight, *(folder / name for name in names)):
+            file.unlink(missing_ok=True)
+        for made in (folder / CHECKPOINTS, folder / FLIGHT, folder):
+            with contextlib.suppress(OSError):
+                made.rmdir()
 
 
 class RunAgain(UserError):

@@ -12,9 +12,11 @@ from pydantic import BaseModel
 
 from jdp.base.toml import brief
 from jdp.base.words import nearest
+from jdp.core.sharding.axes import REPLICA
+from jdp.experiment.schema.data import ARRAYS, words_of
 from jdp.experiment.schema.model import NEEDED
 from jdp.experiment.schema.optimizer import USED_BY
-from jdp.experiment.schema.train import OF_TEXT, tops
+from jdp.experiment.schema.train import BITS_PER_BYTE, OF_TEXT, tops
 from jdp.models.configs import GPTConfig
 
 _READ_FOR: dict[str, tuple[str, ...]] = {
@@ -62,7 +64,6 @@ def _unread(x: Any) -> Iterator[str]:
         ("train.eval_metrics", kind == "text" or not {*OF_TEXT} & {*metrics}, f"text ({', '.join(OF_TEXT)})"),
         ("train.export", gpt, "a GPT"),
         ("train.export_dtype", x.train.export, "train.export"),
-        ("train.stop_after", x.train.eval_every, "evaluations during training: set train.eval_every"),
         ("wire", x.partitioning != "auto", 'partitioning = "manual", where jdp sends'),
     ]:
         *path, last = key.split(".")
@@ -76,15 +77,40 @@ def _unread(x: Any) -> Iterator[str]:
 def _contradictions(x: Any) -> Iterator[str]:
     """Yield a line for each value that does not go with another one."""
     data, train, config, known = x.data, x.train, x.model.config, x.eval_metrics
-    if x.kind != "own" and (data.source is None) != bool(data.mixture):
-        yield 'data.source and [data.mixture.NAME] exclude each other: give one of them (or source = "none")'
-    if x.kind != "own" and (word := "digits" if x.kind == "text" else "stdlib") in data.sources:
-        yield f"data.source must fit {x.model.chosen}; given {word!r}, and {_TAKES[x.kind]}"
+    if x.kind != "own":
+        if (data.source is None) != bool(data.mixture):
+            yield 'data.source and [data.mixture.NAME] exclude each other: give one of them (or source = "none")'
+        yield from _unfit(x)
     if x.kind == "text" and data.length > config.context:
         yield f"data.length = {data.length} must be at most model.context = {config.context}: lower it, or raise that"
     if twice := [metric for metric in known if known.count(metric) > 1]:
         yield f"{twice[0]} is a metric of two evaluations: rename a table of [data.mixture] or [eval]"
     if (best := train.best_metric) not in known:
         yield f"train.keep_best = {best!r} must be a metric of evaluations, {', '.join(known)}{nearest(best, known)}"
+    if train.stop_after and not train.eval_every:
+        yield f"train.stop_after = {train.stop_after} counts evaluations during training: set train.eval_every"
     if (warmup := x.optimizer.warmup_steps) > train.steps:
         yield f"optimizer.warmup_steps = {warmup} must be at most train.steps = {train.steps}: lower it, or raise that"
+    axes = [axis for axis in x.mesh if axis != REPLICA]  # replica shards the batch only
+    for pattern, entries in x.rules.items():
+        named = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis}
+        for axis in sorted(named.difference(axes)):
+            yield (
+                f'rules."{pattern}" must name axes of [mesh] other than replica: {", ".join(axes)}; given {axis!r}: '
+                "name one of these, or add it to [mesh]"
+            )
+
+
+def _unfit(x: Any) -> Iterator[str]:
+    """Yield a line for each source that does not fit the model, and each metric that does not fit the two."""
+    metrics, sets = x.train.eval_metrics, {f"eval.{name}": table for name, table in x.eval.items()}
+    tables = {"data": x.data, **{f"data.mixture.{name}": part for name, part in x.data.mixture.items()}, **sets}
+    word = "digits" if x.kind == "text" else "stdlib"
+    for key in (key for key, table in tables.items() if word in words_of(table.source)):
+        yield f"{key}.source must fit {x.model.chosen}; given {word!r}, and {_TAKES[x.kind]}"
+    if x.kind == "text" and not x.data.ids and BITS_PER_BYTE in metrics:
+        for key in (key for key, table in sets.items() if any(w.endswith(ARRAYS) for w in words_of(table.source))):
+            yield f"{BITS_PER_BYTE} needs text; {key}.source is token ids: remove the metric"
+    outputs = getattr(x.model.config, {"text": "vocab_size", "images": "classes", "features": "features_out"}[x.kind])
+    for metric in (metric for metric, count in tops(metrics).items() if count > outputs):
+        yield f'train.eval_metrics has "{metric}", but the model has {outputs} outputs: lower the number'

@@ -41,6 +41,8 @@ EVENTS = "events"
 """TensorBoard files are EVENTS.out.tfevents.*"""
 TRACKERS, SAMPLES = "trackers.json", "samples"
 """The file with the runs' names in W&B, and the folder of [sample]."""
+CLOSE_SECONDS = 60.0
+"""How long the end of a visit waits for unsent rows."""
 
 
 class Metrics:
@@ -134,8 +136,13 @@ class Metrics:
 def replace_file(file: Path, text: str) -> None:
     """Write a file, completely or not at all."""
     fresh = file.with_name(f"{file.name}.new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(file)
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
 
 
 def numbers(values: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -237,7 +244,7 @@ class Tracker:
         self._try(lambda: self._run.log(dict(values), step=step))
 
     def close(self, exit_code: int = 0) -> None:
-        """End this visit in the tracker; W&B waits until its rows are sent."""
+        """End this visit in the tracker; W&B sends its rows for at most `CLOSE_SECONDS`."""
         self._try(lambda: self._run.finish(exit_code=exit_code))
 
     def _try(self, action: Callable[[], None]) -> None:
@@ -267,7 +274,8 @@ def start_wandb(folder: Path, project: str, config: Mapping[str, Any], known: st
         dir=str(folder),
         config=dict(config),
         allow_val_change=True,  # a resumed run may have another strategy
-        settings=wandb.Settings(console="off"),  # W&B would replace stdout, which is the command's
+        # W&B would replace stdout, which is the command's.
+        settings=wandb.Settings(console="off", finish_timeout=CLOSE_SECONDS, finish_timeout_raises=True),
     )
 
 

@@ -51,6 +51,16 @@ def too_few():
     return jitted, (w,)
 
 
+def numbered():
+    jitted, arguments, _ = make_step()
+    return jitted, arguments, {3: 1.0}
+
+
+def twice():
+    jitted, arguments, _ = make_step()
+    return jitted, arguments, {"w": 1.0}
+
+
 def needs(config):
     return make_step()
 """
@@ -225,6 +235,8 @@ MISTAKES = {
         r"could not be called:\n.*own_step.py\", line \d+, in other_function\n.*raise.*\n  RuntimeError: no such",
     ),
     "no step": ("own_step.py:not_a_step", [], r"not_a_step must return \(jitted step, .*; given dict: return the step"),
+    "no names": ("own_step.py:numbered", [], r"numbered must return .*; given the names 3: name other arguments than"),
+    "a name twice": ("own_step.py:twice", [], r"twice must return .*; given the names 'w': name other arguments than"),
     "too few": ("own_step.py:too_few", [], r"could not be compiled:\n(.*\n)*  TypeError: .* missing \d required"),
     "arguments": ("own_step.py:needs", [], r"given needs, which needs config: give config a default"),
     "a tolerance": ("own_step.py:make_step", ["--tolerance", "2"], "--tolerance is a percentage; given .2.: write 2%"),

@@ -114,7 +114,7 @@ WRONG_FILES = {
     ),
     "patience without evaluations": (
         SMALL + "stop_after = 3",
-        "train.stop_after is for evaluations during training: set train.eval_every",
+        "train.stop_after = 3 counts evaluations during training: set train.eval_every",
     ),
     "batches of an evaluation": (SMALL + 'eval_batches = "most"', 'train.eval_batches must be 1 or more, or "all"'),
     "name of an eval set": (SMALL + "[eval.'a b']\nsource = 'x'", "eval has a data set named 'a b': a name is letters"),
@@ -130,6 +130,27 @@ WRONG_FILES = {
         SMALL.replace("length = 32", 'source = "digits"'),
         "given 'digits', and a GPT learns text: write",
     ),
+    "pictures to evaluate a GPT": (
+        SMALL + '[eval.a]\nsource = "digits"',
+        "eval.a.source must fit model.name = 'gpt-nano'; given 'digits', and a GPT learns text: write",
+    ),
+    "bytes of token ids": (
+        SMALL + 'eval_metrics = "bits_per_byte"\n[eval.a]\nsource = "a.npz"',
+        "bits_per_byte needs text; eval.a.source is token ids: remove the metric",
+    ),
+    "more tops than tokens": (
+        SMALL + 'eval_metrics = "top257_accuracy"',
+        'train.eval_metrics has "top257_accuracy", but the model has 256 outputs: lower the number',
+    ),
+    "more tops than classes": (
+        pictures("mlp", 'source = "digits"') + 'eval_metrics = "top99_accuracy"',
+        'has "top99_accuracy", but the model has 10 outputs: lower the number',
+    ),
+    "rule over no axis": (
+        SMALL + '[rules]\n"*" = ["model"]',
+        """rules."*" must name axes of [mesh] other than replica: data; given 'model': name one of these""",
+    ),
+    "rule over replicas": (SMALL + '[rules]\n"*" = [["replica"]]\n[mesh]\nreplica = 2', "data; given 'replica'"),
     "length of pictures": (
         pictures("vit-digits", 'length = 32\nsource = "digits"'),
         "data.length is for text, and model.name = 'vit-digits' learns images; given 32: remove it",
@@ -302,6 +323,9 @@ def test_sources_start_at_the_file_and_overrides_at_the_working_directory(tmp_pa
     path.write_text(in_data('source = ["a.txt", "/b.txt"]'))
     assert load(path).data.source == (str(tmp_path / "a.txt"), "/b.txt")
     assert load("../small.toml").data.source[1] == "/b.txt"
+    path.write_text(in_data('source = ["bytes", "stdlib"]\ntokenizer = "digits"'))
+    words = load(path).data
+    assert (words.source, words.tokenizer) == ((str(tmp_path / "bytes"), "stdlib"), str(tmp_path / "digits"))
     here = {name: str(tmp_path / "here" / name) for name in ("a.txt", "2024")}
     hub = {"hf:owner/name": "hf:owner/name", "hf:./name": f"hf:{tmp_path / 'here' / 'name'}"}
     for given, found in (here | hub | {"stdlib": "stdlib"}).items():

@@ -118,6 +118,30 @@ def test_a_tracker_that_fails_is_reported_once_and_the_run_goes_on(folder, monke
     assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5]
 
 
+class Unanswered:
+    """A run whose server takes no row: it ends as W&B's settings say."""
+
+    def __init__(self, *, settings, **_):
+        self.settings = settings
+
+    def log(self, values, step):
+        pass
+
+    def finish(self, exit_code):
+        time.sleep(self.settings.finish_timeout or 3600)
+        if self.settings.finish_timeout_raises:
+            raise TimeoutError("Timed out finishing run.")
+
+
+def test_an_end_waits_for_unsent_rows_only_so_long(folder, monkeypatch, capsys):
+    wandb = pytest.importorskip("wandb")
+    assert trackers.CLOSE_SECONDS == 60
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(wandb, "init", Unanswered)
+    visit(folder, range(1, 3))
+    assert "wandb failed (Timed out finishing run.): this run continues" in capsys.readouterr().err
+
+
 def never(*_):
     raise RuntimeError("no such server")
 

@@ -260,6 +260,8 @@ def test_a_full_disk_is_one_error_and_the_run_resumes_when_there_is_room(file, c
     with files_of_at_most(size):
         error = refusal(capsys, file, "--train.steps", "60")
     assert "cannot be written: File too large" in error
+    if size == 500:
+        assert not (file.parent / "runs" / "points").exists()
     code, folder = train(file, "--train.steps", "60")
     assert code == 0 and saved_steps(folder) == [60]
 
@@ -344,6 +346,17 @@ def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_ne
     said = capsys.readouterr().err
     assert "was left before its first step" in said and "optimizer.lr was 0.1, is 0.2" in said
     assert train(file, "--optimizer.lr", "0.3")[0] == 2, "now there is a step in it"
+
+
+def test_a_run_that_ends_before_its_first_step_removes_only_its_own_files(file, monkeypatch):
+    folder = file.parent / "runs" / "points"
+    users = {folder / "logs" / "slurm-1.out": b"1", folder / "flight" / "notes.txt": b"2"}
+    for path, text in users.items():
+        path.parent.mkdir(parents=True)
+        path.write_bytes(text)
+    monkeypatch.setattr("jdp.run.loop._steps", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert train(file)[0] == 130 and contents(folder) == users
+    assert not (folder / "checkpoints").exists()
 
 
 @pytest.mark.rest
