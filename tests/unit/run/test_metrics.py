@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from damage import files_of_at_most
 
-from jdp.run.outputs.metrics import Metrics, numbers, read
+from jdp.run.outputs.metrics import Metrics, numbers, read, replace_file
 from jdp.run.outputs.terminal import Display
 
 
@@ -153,3 +154,10 @@ def test_progress_is_process_0s(capsys, monkeypatch):
         display.say("x")
     shown = capsys.readouterr()
     assert not shown.out and not shown.err
+
+
+def test_a_file_without_room_leaves_the_old_one_alone(tmp_path):
+    replace_file(tmp_path / "a.json", "old")
+    with files_of_at_most(10), pytest.raises(OSError, match="File too large"):
+        replace_file(tmp_path / "a.json", "new" * 10)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a.json", "old")]
