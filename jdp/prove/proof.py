@@ -69,7 +69,7 @@ class Proof:
 
     def __str__(self) -> str:
         headings = ("run", "equal", "difference", "bound", "of bound", "closest to its bound at")
-        cells = [headings]
+        cells: list[tuple[str, ...]] = [headings]
         for run in self.runs:
             at = run.at
             place = f"step {at.step}, {at.leaf}" if at.ratio else "bit for bit"
