@@ -86,8 +86,6 @@ def _peaks(tera: Mapping[str, float]) -> dict[str, float]:
 # Host: 16 lanes of PCIe 4 (A100) and 5 (the others), 64 and 128 GB/s in both directions together by the same sheets
 # ("Interconnect"); NCCL's 24 and 48 are 0.75 of the 32 and 64 in one direction. Not modelled: GPUs that share a PCIe
 # switch, or that together need more than the host memory's bandwidth (8 H100s reading: 384 GB/s).
-_PCIE = 0.96
-_HOST_PCIE = 0.75
 
 # Efficiency of products, fitted to the runs marked so in experiments/benchmarks/published_runs.py. The best single
 # product reaches more (0.80 on H100 and H200, 0.87 on A100, 0.78 on B200: Bekman, "Maximum Achievable Matmul FLOPS",
@@ -120,8 +118,8 @@ _H100 = Gpu(
     network_bandwidth=50e9,
     host_bandwidth=64e9,
     link_efficiency=20.6 / 25,
-    network_efficiency=_PCIE,
-    host_efficiency=_HOST_PCIE,
+    network_efficiency=0.96,
+    host_efficiency=0.75,
     matmul_efficiency=0.58,
     compared_with=_HELD,
     time_error=_WORST,

@@ -16,7 +16,6 @@ from jdp.base.public import public
 
 OFF = "JDP_FRESH_MEMORY"
 """Environment variable that turns this off, unless it is empty or "0"."""
-_KEPT = "memory is kept between steps, on huge pages: the process stays at the most that it used ({} turns it off)"
 
 # mallopt(3), from <malloc.h>: parameter -> value
 _SETTINGS = {
@@ -50,7 +49,7 @@ def keep_memory() -> str | None:
     for parameter, value in _SETTINGS.items():
         library.mallopt(parameter, value)
     _advise_huge_pages(library, min(_MOST_ADVISED, (available_memory() or 0) // _ADVISED_SHARE))
-    return _KEPT.format(f"{OFF}=1")
+    return f"memory is kept between steps, on huge pages: the process stays at its peak ({OFF}=1 turns it off)"
 
 
 def _glibc(environment: Mapping[str, str]) -> ctypes.CDLL | None:

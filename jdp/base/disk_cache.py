@@ -96,13 +96,12 @@ class Cache:
 
     def load(self, name: str, read: Callable[[BinaryIO], T]) -> T | None:
         """Return `read(file)` of the entry; None if there is no entry, or it cannot be read."""
-        try:
+        with contextlib.suppress(*_UNREADABLE):
             with (self.folder / name).open("rb") as file:
                 entry = read(file)
             os.utime(self.folder / name)
-        except _UNREADABLE:
-            return None
-        return entry
+            return entry
+        return None
 
     def store(self, name: str, write: Callable[[BinaryIO], object]) -> None:
         """Store what `write` writes, completely or not at all, even if several processes store the same entry."""

@@ -160,9 +160,7 @@ def _direct(kind: str, payload: float, group: Group, chip: Gpu) -> Iterator[Coll
     inside, outside = (1.0, 0.0) if group.hosts == 1 else (0.0, 1.0)  # a permute's pair
     if kind != "collective-permute":
         inside, outside = (group.most - 1) / n, (n - local) / n if group.hosts > 1 else 0.0
-    for protocol in _PROTOCOLS:
-        if protocol.name == "LL128":
-            continue  # NCCL's sends have LL and Simple
+    for protocol in _PROTOCOLS[::2]:  # NCCL's sends have LL and Simple
         start, inside_hop, outside_hop = _hops(protocol, group, chip)
         share = 0.5 if protocol.name == "LL" else 1.0
         over_links = inside * payload / (share * chip.link_bandwidth * chip.link_efficiency)

@@ -22,12 +22,10 @@ def choose_platform(devices: int | None = None) -> None:
     """Choose the platform that JAX will start; call it before any code asks JAX for its devices."""
     import jax
 
+    if devices is not None or cpu_only(os.environ):
+        jax.config.update("jax_platforms", "cpu")
     if devices is not None:
-        jax.config.update("jax_platforms", "cpu")
         use_cpu_devices(devices)
-        return
-    if cpu_only(os.environ):
-        jax.config.update("jax_platforms", "cpu")
     provide_threads()
 
 

@@ -12,19 +12,14 @@ import stat
 from pathlib import Path
 
 from jdp.base.errors import UserError
+from jdp.base.hub_source import HF, STREAM
 from jdp.base.toml import brief, described
 
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/|$)")
 """Also with one slash, or none at the end, because pathlib reduces two to one. One letter is a drive."""
 
 _KNOWN = re.compile(r"(gs|gcs|s3a?|az|abfss?|adl|oss|hdfs|https?|ftp|file|memory):", re.IGNORECASE)
 """Kinds that are addresses even if the slashes are missing, or if a folder of that name exists."""
-
-_ON_THIS_MACHINE = ("file", "local", "memory")
-
-_HUB = ("hf:", "hf-stream:")
-"""Prefixes of an experiment's sources and models that may precede the path of a folder."""
 
 
 class PathError(UserError):
@@ -54,7 +49,7 @@ def user_path(given: str | os.PathLike[str]) -> Path:
     try:
         path.lstat()
     except OSError as error:
-        if error.errno not in _ABSENT:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise PathError(f"a path must be accessible, given {brief(text)}: {error.strerror}; change it") from None
     return path
 
@@ -76,7 +71,7 @@ def address_of(given: object) -> str | None:
         return None
     text = str(os.fspath(given))
     found, known = _SCHEME.match(text), _KNOWN.match(text)
-    if found and (known or found[2] == "//" or not (text.startswith(_HUB) or os.path.lexists(f"{found[1]}:"))):
+    if found and (known or found[2] == "//" or not (text.startswith((HF, STREAM)) or os.path.lexists(f"{found[1]}:"))):
         return f"{found[1].lower()}://{text[found.end() :].strip('/')}"
     return text if known else None
 
@@ -85,7 +80,7 @@ def bucket_address(given: str) -> str:
     """Return the address of a folder in object storage, such as s3://bucket/run. Raises PathError."""
     address = address_of(given) or ""
     scheme, _, place = address.partition("://")
-    if not place or scheme in _ON_THIS_MACHINE:
+    if not place or scheme in ("file", "local", "memory"):  # on this machine
         raise PathError(
             f"a mirror must be the address of a folder in storage, given {brief(given)}: write s3://bucket/run or "
             "gs://bucket/run; a folder of this machine is given as --run-dir"

@@ -114,25 +114,19 @@ def check_operands(mesh: Mesh, batch: Any, **trees: Any) -> None:
         raise UserError(f"A batch is a pytree of arrays; given {described(batch)}. Take batches from it by a loop.")
     check_keys(batch)
     batch_rows(batch)
-    for name, tree in {**trees, "batch": batch}.items():
-        _check_devices(name, tree, mesh)
-
-
-def _check_devices(name: str, tree: Any, mesh: Mesh) -> None:
-    """Check that arrays that were put on devices are on all devices of the mesh."""
-    devices = set(mesh.devices.flat)
-    if jax.process_count() > 1:  # then `check_global` did
+    if jax.process_count() > 1:  # then `check_global` checks the arrays
         return
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
-            continue
-        if leaf.sharding.device_set != devices:
+    devices, operands = set(mesh.devices.flat), {**trees, "batch": batch}
+    for path, leaf in jax.tree.leaves_with_path(operands):
+        is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
+        if is_placed and leaf.sharding.device_set != devices:
+            name = path[0].key
             fix = f"Move it: {name} = jdp.place({name}, plan)"
             if name == "batch":
                 fix = "Give NumPy arrays, or batches of jdp.shard_batches(loader, plan), by the step's own plan"
             raise UserError(
                 f"Arrays of a call are on the devices of its plan, {_listed(devices)}; given {name}"
-                f"{jax.tree_util.keystr(path)} on {_listed(leaf.sharding.device_set)}. {fix}."
+                f"{jax.tree_util.keystr(path[1:])} on {_listed(leaf.sharding.device_set)}. {fix}."
             )
 
 

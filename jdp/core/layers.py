@@ -127,7 +127,9 @@ def looped(
             x = _unrolled(block, layer, x, gathers, remat)
         return x
     _check_stacked(stacked)
-    in_loop = gathers is not None and gathers.boundary.in_loops and not _is_batched(x)
+    # under `jax.vmap` each row's gradient of a layer would be summed over devices by itself
+    is_batched = any(isinstance(leaf, BatchTracer) for leaf in jax.tree.leaves(x))
+    in_loop = gathers is not None and gathers.boundary.in_loops and not is_batched
     body = _Body(block, changes.flatten(stacked), gathers, remat, leading=1, in_loop=in_loop, is_loop=scan is True)
     if scan == "auto" and traced_device().platform == "gpu":
         notice(f'scan = "auto": {body.chosen}')
@@ -168,11 +170,6 @@ def _scanned(body: _Body, stacked: PyTree, x: PyTree) -> PyTree:
     body.layer.write(body.record, own)
     changes.assign(body.outside, outside)
     return x
-
-
-def _is_batched(x: PyTree) -> bool:
-    """Return True under `jax.vmap`: there each row's gradient of a layer would be summed over devices by itself."""
-    return any(isinstance(leaf, BatchTracer) for leaf in jax.tree.leaves(x))
 
 
 class _Body:

@@ -200,8 +200,7 @@ class Plan:
         """
         for pattern, _ in self.rules:
             if not any(matches(path, [pattern]) for path in paths):
-                rule = "Every rule must match a parameter"
-                raise UserError(f"{rule}; {pattern!r} matches none of {listed(paths, 5)}. Correct it.")
+                raise UserError(f"Every rule must match a parameter; {pattern!r} matches none of {listed(paths, 5)}.")
 
     def tree_placements(
         self,
@@ -282,10 +281,9 @@ class Plan:
         check_fits(path, leaf.shape, spec, source, self.mesh.shape)
         if not self.row.shard_state:
             return self._placement(path, leaf, compute, compute, f"{self.strategy} replicates it over data")
-        if compute != spec:
-            reason = f"sharded as {source if rule is None else 'its rule'} says: {spec}"
-            return self._placement(path, leaf, spec, compute, reason)
         rest, reason = rest_spec(leaf.shape, compute, dict(self.mesh.shape), self.min_shard_size)
+        if compute != spec:
+            rest, reason = spec, f"sharded as {source if rule is None else 'its rule'} says: {spec}"
         return self._placement(path, leaf, rest, compute, reason)
 
     def _place_optimizer_leaf(self, path: str, leaf: Any, params: Mapping[str, Placement]) -> Placement:

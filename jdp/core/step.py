@@ -99,7 +99,11 @@ class Step(Generic[Kind]):
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         check_alive(state)
         loss = self.loss
-        batch = self._agreed_on(state, batch) if loss.is_of_several else owned_batch(batch)
+        if loss.is_of_several:
+            lower = lambda: self.jitted.lower(state, batch)  # noqa: E731 - the check may change `jitted`
+            loss.agree(signature(batch), state, batch, lower, compiler_options=self.compiler_options)
+        else:
+            batch = owned_batch(batch)
         if not loss.is_checked:
             loss.check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,18 +144,6 @@ class Step(Generic[Kind]):
 
         step.__name__ = "train_step" if loss.settings.train else "eval_step"  # the program's, in profiles
         return jax.jit(step, donate_argnums=donated, compiler_options=options or None)
-
-    def _agreed_on(self, state: TrainState, batch: Batch) -> Batch:
-        """Return the batch after checking that all processes agree, once for each shape: each has its own program."""
-        self.loss.agree(
-            "the train step" if self.settings.train else "the evaluation step",
-            signature(batch),
-            state,
-            batch,
-            lambda: self.jitted.lower(state, batch),  # what the check finds may change `jitted`
-            compiler_options=self.compiler_options,
-        )
-        return batch
 
     @public(_check_lowering)
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:

@@ -202,7 +202,7 @@ class ValueAndGrad(Generic[*Arguments]):
         self._check_models(state)
         if loss.is_of_several:
             shapes = signature((state, batch))
-            loss.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
+            loss.agree(shapes, state, batch, lambda: self.jitted.lower(state, batch))
         elif not loss.is_checked:
             loss.check_first(state, batch)
         values, grads, model_state = self.jitted(state, owned_batch(batch))
@@ -266,6 +266,11 @@ class ValueAndGrad(Generic[*Arguments]):
         adapter = flax_nnx.Models(tuple(part[2] for part in parts), tuple(flax_nnx.metadata(model) for model in models))
         trained: list[bool] = []
         for number, (params, _, own) in enumerate(parts):
+            if number in self._numbers and own and (path := own.average_in(self.wrt)):
+                raise UserError(
+                    f"A statistic has no gradient; `wrt` selects {path}, an nnx.BatchStat. Name the types that are "
+                    "trained, here and in nnx.Optimizer: wrt=(nnx.Param, ...)."
+                )
             count = len(jax.tree.leaves(params))
             selected = resolve(params, own, self.wrt) if number in self._numbers else (False,) * count
             trained += (True,) * count if selected is None else selected

@@ -235,9 +235,7 @@ class PlanReport:
         sentences.append(_why_fastest(choice, self._fitting))
         if choice.headroom is not None and choice.headroom.fraction is not None:
             sentences.append(f"{choice.name} {choice.headroom.words}.")
-        if narrow := _with_narrow_gradients(choice):
-            sentences.append(narrow)
-        return tuple(sentences)
+        return (*sentences, *(_with_narrow_gradients(choice.report) if choice.report else ()))
 
     @property
     def verdict(self) -> str:
@@ -311,19 +309,14 @@ def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> str:
     return f"{'; '.join(clauses)}."
 
 
-def _with_narrow_gradients(choice: Estimate) -> str | None:
-    """Return a sentence: what gradients summed in 16 bits would save, where weights are gathered in 16 bits already."""
-    if choice.report is None:
-        return None
-    promises, sent = choice.report.theory.promises, choice.report.wire_bytes_per_device
-    gathers_narrow = any(promise.kind == "all-gather" and promise.itemsize == 2 for promise in promises)
+def _with_narrow_gradients(report: Report) -> list[str]:
+    """Return a sentence, what gradients summed in 16 bits would save, if weights are gathered in 16 bits already."""
+    promises, sent = report.theory.promises, report.wire_bytes_per_device
     saved = sum(promise.wire_bytes / 2 for promise in promises if promise.itemsize == 4)
-    if not gathers_narrow or not saved:
-        return None
-    return (
-        f"Gradients are summed in float32, {format_bytes(2 * saved)} of the {format_bytes(sent)} sent; with "
-        f'reduce = "bf16" a device sends {format_bytes(sent - saved)}.'
-    )
+    if not saved or not any(promise.kind == "all-gather" and promise.itemsize == 2 for promise in promises):
+        return []
+    wide = f"Gradients are summed in float32, {format_bytes(2 * saved)} of the {format_bytes(sent)} sent"
+    return [f'{wide}; with reduce = "bf16" a device sends {format_bytes(sent - saved)}.']
 
 
 def _memory_row(estimate: Estimate) -> tuple[str, ...]:

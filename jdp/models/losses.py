@@ -1,5 +1,6 @@
 """Cross-entropies as sums for `jdp.Loss` (a total and its weight), and ranks of labels for accuracies."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -151,8 +152,7 @@ def _chunked_forward(
 ) -> tuple[jax.Array, _Slopes]:
     """Return the total over chunks, with its slopes: features [chunks, shards, rows, positions, width], others similar.
 
-    The head's gradient is summed over chunks separately for each shard of the batch, so devices sum it once. XLA
-    removes the slopes from a program that does not differentiate.
+    The head's gradient is summed over chunks separately for each shard of the batch, so devices sum it once.
     """
     table, vocabulary = head, head.shape[0 if tied else 1]
     if traced_device().platform != "cpu" and not traced_model_axes():  # padding would reshard a sharded dim
@@ -183,7 +183,19 @@ def _chunked_backward(tied: bool, slopes: _Slopes, cotangent: jax.Array) -> tupl
     return of_features, of_head, None, slopes.nats * cotangent
 
 
-_chunked = jax.custom_vjp(lambda *operands: _chunked_forward(*operands)[0], nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(tied: bool, features: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the total alone: `model_flops` counts this program's products, so the slopes' must not be in it."""
+    table, vocabulary = _padded(head, tied)
+
+    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        x, its_targets, its_weights = chunk
+        nats, _ = _of_chunk(_within(_summed_in_float32(_FORWARD[tied], x, table), vocabulary), its_targets)
+        return total + jnp.sum(nats * its_weights), None
+
+    return jax.lax.scan(add, jnp.float32(0), (features, targets, weights))[0]
+
+
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 

@@ -126,8 +126,7 @@ class Record:
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each thing that this record cannot prove."""
-        losses = [float(values["loss"]) for values in self.values[1:]]
-        if bad := [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
+        if bad := [step for step, values in enumerate(self.values) if step and not np.isfinite(values["loss"])]:
             return (f"the reference's own loss is not finite at step {bad[0]}: later steps prove little",)
         for step, bounds in enumerate(self.widest):
             if not all(np.isfinite(x).all() for x in bounds.values()):
@@ -153,9 +152,8 @@ def _difference(a: Array, b: Array) -> Array:
         return (a != b).astype(np.float32)
     a, b = a.astype(np.float32), b.astype(np.float32)
     with np.errstate(invalid="ignore"):
-        difference = np.abs(a - b)
-    equal = (a == b) | (np.isnan(a) & np.isnan(b))
-    return np.where(equal, np.float32(0), np.where(np.isnan(difference), np.float32(np.inf), difference))
+        difference = np.nan_to_num(np.abs(a - b), nan=np.inf, posinf=np.inf)
+    return np.where((a == b) | (np.isnan(a) & np.isnan(b)), np.float32(0), difference)
 
 
 def _is_float(x: Array) -> bool:

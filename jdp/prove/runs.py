@@ -114,9 +114,8 @@ def choose_trials(
             f"`only` selects runs by a part of their names; given {', '.join(unknown)}, which is in no name. "
             f"Use a part of: {'; '.join(map(str, trials))}."
         )
-    if quick:
-        return trials[-1:]
-    return [trial for trial in trials if not only or any(text in str(trial) for text in only)]
+    named = [trial for trial in trials if not only or any(text in str(trial) for text in only)]
+    return trials[-1:] if quick else named
 
 
 # How to compare a run.

@@ -22,7 +22,7 @@ import re
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,7 @@ def _agree(
         thread = threading.Thread(target=_watch, args=(client, group, members), name="jdp agreement", daemon=True)
         atexit.register(_end, thread)
         thread.start()
-    _meet(store, "come", wait_seconds, caller, lambda: _refuse_passed(store, group, caller, facts))
+    store.wait("come", wait_seconds, caller, "facts", lambda: _refuse_passed(store, group, caller, facts))
     first = store.me == members[0]
     if first:
         store.forget(f"{_prefix(group)}/{_rounds[group] - 1}")  # all have read it, because they are here
@@ -132,7 +132,7 @@ def _agree(
         store.put("message", _message(caller, fact, differing, texts))
     message = store.get("message", members[0], ANSWER_SECONDS)
     with contextlib.suppress(RuntimeError):  # the first process holds the store: it stays until all have read
-        _meet(store, "read", ANSWER_SECONDS, caller)
+        store.wait("read", ANSWER_SECONDS, caller, "facts")
     raise Mismatch(message)
 
 
@@ -174,20 +174,6 @@ def _end(thread: threading.Thread) -> None:
     """Wait for a thread at the end of Python: a thread that returns from JAX while Python ends aborts the process."""
     _ending.set()
     thread.join(THREAD_SECONDS)
-
-
-def _meet(store: Store, name: str, seconds: float, caller: str, look: Callable[[], None] = lambda: None) -> None:
-    """Wait until all members of an agreement have arrived."""
-    store.wait(
-        name,
-        seconds,
-        lambda missing: (
-            f"All processes come to {caller} together; in {seconds:g} seconds {missing} did not. Each makes the same "
-            "calls with batches of the same shapes: see the last output of the missing processes."
-        ),
-        arrived="facts",
-        look=look,
-    )
 
 
 def _first_difference(published: dict[int, str], facts: Sequence[Fact]) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -63,14 +64,7 @@ def from_every_process(name: str, value: str, *, seconds: float = WAIT_SECONDS) 
         return [value]
     store = _store(name)
     store.put("here", value)
-    store.wait(
-        "met",
-        seconds,
-        lambda missing: (
-            f"All processes come to {name} together; in {seconds:g} seconds {missing} did not. Each makes the same "
-            "calls, in the same order: see the last output of the missing processes."
-        ),
-    )
+    store.wait("met", seconds, name)
     if store.me == 0:  # all have left the barrier before this one
         store.forget(_prefix(name, _rounds[name] - 1))
     said = store.all("here")
@@ -131,15 +125,9 @@ class Store:
         self.client.key_value_delete(prefix)
 
     def wait(
-        self,
-        name: str,
-        seconds: float,
-        missed: Callable[[str], str],
-        *,
-        arrived: str = "here",
-        look: Callable[[], None] = lambda: None,
+        self, name: str, seconds: float, caller: str, arrived: str = "here", look: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until all members have arrived; `look` is called meanwhile, and may raise."""
+        """Wait until all members have come to `caller`; `look` is called meanwhile, and may raise."""
         barrier, members = f"{self.prefix}/{name}", None if self.everyone else list(self.members)
         try:
             _interruptible(lambda: self.client.wait_at_barrier(barrier, int(seconds * 1000), members), look)
@@ -147,7 +135,11 @@ class Store:
             missing = sorted({*self.members} - self.all(arrived).keys()) if _in_vain(error) else []
             if not missing:
                 raise
-            raise LostPeer(missed(named(missing))) from error
+            raise LostPeer(
+                f"All processes come to {caller} together; in {seconds:g} seconds {named(missing)} did not. Each makes "
+                "the same calls, in the same order, with batches of the same shapes: see the last output of the "
+                "missing processes."
+            ) from error
 
 
 def end_threads() -> None:
@@ -202,20 +194,15 @@ def _interruptible(call: Callable[[], _T], look: Callable[[], None] = lambda: No
     """Call the service in another thread: signal handlers run in the main thread, and not while it is inside JAX."""
     if threading.current_thread() is not threading.main_thread():
         return call()
-    results: list[_T] = []
-    errors: list[BaseException] = []
-    ended = threading.Event()  # not `Thread.join`: interrupted by an exception, it takes the thread for ended
+    result = futures.Future[_T]()  # not `Thread.join`: interrupted by an exception, it takes the thread for ended
 
     def run() -> None:
         try:
-            results.append(call())
+            result.set_result(call())
         except BaseException as error:
-            errors.append(error)
-        ended.set()
+            result.set_exception(error)
 
     threading.Thread(target=run, name=_THREAD, daemon=True).start()
-    while not ended.wait(_POLL_SECONDS):
+    while not futures.wait([result], _POLL_SECONDS).done:
         look()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return result.result()

@@ -75,7 +75,8 @@ def initialize(
 
     Raises:
         ValueError: only some of the first three arguments are given. They contradict each other or the cluster that was
-            joined before. The environment variables of the launcher do not describe a cluster.
+            joined before. The environment variables of the launcher do not describe a cluster. JAX_MTLS_CERT_FILE is
+            set, and this JAX ignores it.
         Mismatch: a ValueError; the processes were not started alike.
         MissingProcesses: a RuntimeError; not all came in time. Uncaught, it ends the process with exit code 75.
         RuntimeError: there is a cluster, but it could not be joined.
@@ -84,6 +85,7 @@ def initialize(
     cluster = find_cluster(coordinator, num_processes, process_id)
     if cluster is None or cluster.num_processes == 1:
         return
+    _leave_when_failed()
     if joined := joined_as():
         given = (cluster.process_id, cluster.num_processes)
         if cluster.coordinator is not None and given != joined:
@@ -91,9 +93,12 @@ def initialize(
                 f"This process has already joined a cluster as number {joined[0]} of {joined[1]}; given number "
                 f"{given[0]} of {given[1]} ({cluster.source}). Call initialize once."
             )
-        _leave_when_failed()
         return
-    _leave_when_failed()
+    if "JAX_MTLS_CERT_FILE" in os.environ and jax.__version_info__ < (0, 12):
+        raise UserError(
+            f"Mutual TLS of JAX's coordinator needs JAX 0.12; given JAX_MTLS_CERT_FILE, which JAX {jax.__version__} "
+            "ignores. Unset it and use a private network, or install a newer JAX."
+        )
     if cluster.coordinator is not None:
         assert cluster.process_id is not None and cluster.num_processes is not None
         host, _ = split_address(cluster.coordinator)

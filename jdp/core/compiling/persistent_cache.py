@@ -147,12 +147,10 @@ def without_kept_programs() -> Generator[None]:
         yield
     finally:
         with _SWITCH:
-            if len(_wanted) == 1:  # the last of several to exit
-                jax.config.update("jax_enable_compilation_cache", _wanted[0])
+            wanted = _wanted.pop()
+            if not _wanted:  # the last of several to exit
+                jax.config.update("jax_enable_compilation_cache", wanted)
                 compilation_cache.reset_cache()
-                _wanted.clear()
-            else:
-                _wanted.pop()
 
 
 def _processor() -> str:

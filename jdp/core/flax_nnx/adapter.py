@@ -92,6 +92,12 @@ class Adapter:
         pairs = ((p, at(params, p) if p in self.variables else None, value_of(leaf)) for p, leaf in after.items())
         return [("/".join(map(str, path)), old, new) for path, old, new in pairs if not is_unchanged(old, new)]
 
+    def average_in(self, wrt: Any) -> str | None:
+        """Return the path of an `nnx.BatchStat` that a filter of nnx selects; None if it selects none."""
+        selects = _predicate(() if wrt is None or is_pattern(wrt) else wrt)
+        averages = (path for path, leaf in self.variables.items() if isinstance(leaf, nnx.BatchStat))
+        return next(("/".join(map(str, path)) for path in averages if selects(path, self.variables[path])), None)
+
     @property
     def named(self) -> frozenset[str]:
         """Paths of the parameters that only `wrt` makes parameters."""

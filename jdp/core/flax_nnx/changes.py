@@ -181,9 +181,7 @@ def _reached(thing: Any, seen: set[int], objects: int) -> Iterator[nnx.Variable[
             inside = thing  # pyright: ignore[reportUnknownVariableType]
         case dict():
             inside = list(thing.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        case type() | types.ModuleType() | jax.Array():
-            pass
-        case _ if objects and hasattr(thing, "__dict__"):
+        case _ if objects and hasattr(thing, "__dict__") and not isinstance(thing, type | types.ModuleType | jax.Array):
             inside, objects = list(vars(thing).values()), objects - 1
         case _:
             pass

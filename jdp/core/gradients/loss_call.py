@@ -109,15 +109,15 @@ class LossForm:
         gathers_rows: True if the loss calls `jdp.gather_rows`.
         metrics: the shapes of its metrics' totals, by name.
         aux: the shapes of its aux; () without `has_aux`.
-        statistic: path of model state, other than a batch norm's average, that a training call changes; or None.
-        is_averaged: True if that state is floating point, so that its values on several devices can be averaged.
+        statistics: paths of model state, other than batch norms' averages, that a training call changes.
+        is_averaged: True if the first is floating point, so that its values on several devices can be averaged.
     """
 
     is_scalar: bool
     gathers_rows: bool
     metrics: dict[str, tuple[int, ...]]
     aux: PyTree
-    statistic: str | None = None
+    statistics: tuple[str, ...] = ()
     is_averaged: bool = False
 
 
@@ -243,7 +243,7 @@ def trace_loss(
         raise UserError(_written(written[0], adapter))
     changed = [name for name, pair in set_state.items() if pair[0] != pair[1] and name not in adapter.synchronised]
     averaged = [name for name in changed if jnp.issubdtype(shapes[-1][name][1][0].dtype, jnp.inexact)]
-    return jaxpr.jaxpr, replace(forms[-1], statistic=next(iter(averaged or changed), None), is_averaged=bool(averaged))
+    return jaxpr.jaxpr, replace(forms[-1], statistics=(*averaged, *changed), is_averaged=bool(averaged))
 
 
 def _written(path: str, adapter: Any) -> str:

@@ -29,6 +29,7 @@ from jdp.core.batch import batch_rows
 from jdp.core.gradients import loss_findings
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.microbatch import traced_loss, working_copy
+from jdp.core.gradients.model_state import names_of
 from jdp.core.gradients.spec import Collectives, GradientSpec
 from jdp.core.gradients.trial_values import constant_key, moved_rows, moved_weights, rows_at
 from jdp.core.precision import Precision
@@ -51,6 +52,7 @@ class Trial:
     Attributes:
         draws: True if the loss draws random numbers.
         evaluates: True to call it as an evaluation does: without a key, and with modules in evaluation mode.
+        statistics: paths of model state that each device computes over its own rows, and that is then averaged.
     """
 
     spec: GradientSpec
@@ -58,6 +60,7 @@ class Trial:
     batch: Batch
     draws: bool = False
     evaluates: bool = False
+    statistics: tuple[str, ...] = ()
 
     def finding(self, rows: int) -> str | None:
         """Describe the first violation, with its two numbers; None if the loss passes.
@@ -84,7 +87,7 @@ class Trial:
         numbers = np.stack([spread[::2], spread[1::2] if rows >= 2 * count else np.roll(spread[::2], 1)])
         mixtures = self._compiled(_mixtures, numbers, jax.random.key(1))
         try:
-            without_rows = lambda forward, sets: forward(jax.tree.map(lambda x: x[0, :0], sets))  # noqa: E731
+            without_rows = lambda forward, sets: forward(jax.tree.map(lambda x: x[0, :0], sets))[0]  # noqa: E731
             nothing = self._compiled(without_rows, numbers, constant_key())
         except Exception:  # raised by the user's own code
             nothing = None
@@ -105,10 +108,17 @@ class Trial:
                 loss_findings.report_metrics(calls, empty)
         if not decided:
             raise UntriedError(UNDECIDED)
-        return None
+        if not self.statistics:
+            return None
+        states = self._compiled(_states, numbers, constant_key())(True)
+        leaves = zip(names_of(self.state.model_state), jax.tree.leaves(self.state.model_state), *states, strict=True)
+        return loss_findings.of_averages([leaf for leaf in leaves if leaf[0] in self.statistics], count)
 
     def _compiled(self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array) -> Callable[[bool], Any]:
-        """Compile `function(loss as a function of rows, two sets of rows)`, for weights and rows moved or not."""
+        """Compile `function(forward, two sets of rows)`, for weights and rows moved or not.
+
+        `forward` of rows returns the sums of a call of the loss, and the model state after it.
+        """
         precision = Precision(self.spec.settings.precision.params, "fp32", "fp32")
         settings = replace(self.spec.settings, precision=precision, accumulate=1)
         spec, replicated = replace(self.spec, settings=settings, draws=None), self.spec.plan.replicated
@@ -119,7 +129,7 @@ class Trial:
         def run(params: PyTree, model_state: PyTree, batch: Batch, amount: jax.Array) -> Any:
             sets = moved_rows(rows_at(batch, numbers, replicated), amount)
             operands = working_copy(collectives, moved_weights(params, amount))
-            return function(lambda rows: loss(operands, model_state, rows, its_key)[0], sets)
+            return function(lambda rows: loss(operands, model_state, rows, its_key), sets)
 
         arguments = self.state.params, self.state.model_state, self.batch
         with jax.default_matmul_precision("highest"):  # GPUs would take TF32
@@ -132,15 +142,21 @@ class Trial:
         return lambda moved: jax.device_get(program(*arguments, jnp.float32(moved)))
 
 
-def _mixtures(forward: Callable[[Batch], Sums], sets: Batch) -> Sums:
+def _mixtures(forward: Callable[[Batch], tuple[Sums, PyTree]], sets: Batch) -> Sums:
     """Return the sums of a call for each of `exchanged_rows`, and of the first rows in the opposite order."""
     count = jax.tree.leaves(sets)[0].shape[1]
     places = np.arange(count) + count * loss_findings.exchanged_rows(count)
     places = jnp.asarray(np.concatenate([places, np.arange(count)[None, ::-1]]))
     both = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sets)
-    return jax.lax.map(lambda rows: forward(jax.tree.map(lambda x: x[rows], both)), places)
+    return jax.lax.map(lambda rows: forward(jax.tree.map(lambda x: x[rows], both))[0], places)
 
 
-def _twice(forward: Callable[[Batch], Sums], sets: Batch) -> tuple[Sums, Sums]:
+def _twice(forward: Callable[[Batch], tuple[Sums, PyTree]], sets: Batch) -> tuple[Sums, Sums]:
     first = jax.tree.map(lambda x: x[0], sets)
-    return forward(first), forward(jax.tree.map(lambda x: jnp.concatenate([x, x]), first))
+    return forward(first)[0], forward(jax.tree.map(lambda x: jnp.concatenate([x, x]), first))[0]
+
+
+def _states(forward: Callable[[Batch], tuple[Sums, PyTree]], sets: Batch) -> list[list[jax.Array]]:
+    """Return the leaves of the state after the first rows, after the others, and after all of them in one call."""
+    parts = [lambda x: x[0], lambda x: x[1], lambda x: x.reshape(-1, *x.shape[2:])]
+    return [jax.tree.leaves(forward(jax.tree.map(part, sets))[1]) for part in parts]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 
 from jdp.base.notices import notice
@@ -56,6 +59,22 @@ def of_halves(calls: Sums, numbers: np.ndarray) -> str | None:
         expected = np.where(masks.reshape(*masks.shape, *(1,) * (x.ndim - 2)), x[1], x[0])
         if not np.allclose(x, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max(initial=0), equal_nan=True):
             return "rows of aux depend on the other rows of the call"
+    return None
+
+
+def of_averages(leaves: list[tuple[str, Any, Any, Any, Any]], count: int) -> str | None:
+    """Describe state that is no average over rows: (path, before, after some rows, after others, after all of them)."""
+    for name, *arrays in leaves:
+        before, first, other, both = (np.asarray(x, np.float64) for x in arrays)
+        mean, dtype = (first + other) / 2, arrays[0].dtype
+        eps = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0
+        change = np.max(np.abs([first - before, other - before, both - before]), initial=0)
+        far = np.abs(both - mean) > 1e-3 * change + 8 * eps * np.abs(mean)
+        if np.any(far):
+            return (
+                f"{name} is {both[far][0]:.6g} after a call with {2 * count} rows, and {mean[far][0]:.6g} as the mean "
+                "of two devices with half of them each: gather rows (jdp.gather_rows), or take partitioning='auto'"
+            )
     return None
 
 

@@ -24,6 +24,7 @@ from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss, with_outputs
 from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError
+from jdp.core.gradients.model_state import names_of
 from jdp.core.gradients.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.trial_values import drawn_like
@@ -91,7 +92,8 @@ class TrialOnce:
             found = trial.finding(rows)
         except UntriedError as error:
             return f"whether it is a sum over rows is not known: {error}"
-        if found is None or not trial.spec.settings.train or adapter is None or not adapter.has_statistics:
+        trains = trial.spec.settings.train and adapter is not None and adapter.has_statistics
+        if found is None or trial.statistics or not trains:
             return found
         try:
             return found if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
@@ -203,6 +205,14 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
         raise UserError(_refusal(spec, partitioning, refusal)) from error
     except Exception as error:
         if calls > 1:
+            first = str(error).partition("\n")[0]
+            leaves = zip(names_of(state.model_state), jax.tree.leaves(state.model_state), strict=True)
+            for name, leaf in (pair for pair in leaves if pair[1].shape[:1] == (batch_rows(batch),)):
+                raise UserError(
+                    f"Model state is the same for every part of a batch; given {name}, {list(leaf.shape)}, with a "
+                    f"batch of {batch_rows(batch)} rows, and the loss fails on {rows} of them ({first}). Keep values "
+                    "of rows in the batch, or take accumulate=1 and leave partitioning to jdp."
+                ) from error
             error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
         raise
     return _Reading(spec, state, batch, partitioning, calls, rows, trace, jaxpr, form)
@@ -267,8 +277,8 @@ class _Reading:
             return f"it shards over the axes of the batch at {line}, which one device's rows do not have"
         if self.form.gathers_rows or not self.spec.settings.check_loss:
             return None
-        spec = replace(self.spec, loss_fn=loss_fn)
-        return trial(Trial(spec, self.state, self.batch, draws_anything(self.jaxpr)), self.rows)
+        spec, averaged = replace(self.spec, loss_fn=loss_fn), self.form.statistics * (self.partitioning == "manual")
+        return trial(Trial(spec, self.state, self.batch, draws_anything(self.jaxpr), statistics=averaged), self.rows)
 
     @property
     def remarks(self) -> str:
@@ -279,7 +289,8 @@ class _Reading:
         if self.partitioning == "auto" and self.spec.plan.batch_shards > 1 and precision.reduce != precision.compute:
             return f"; XLA then reduces gradients in {precision.compute}"
         if self.partitioning == "manual" and self.form.is_averaged:
-            return f"; each device then computes {self.form.statistic} over its own rows, and the values are averaged"
+            name = self.form.statistics[0]
+            return f"; each device then computes {name} over its own rows, and the values are averaged"
         return ""
 
     def check_metrics(self) -> None:

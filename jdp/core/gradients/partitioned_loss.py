@@ -152,7 +152,6 @@ class PartitionedLoss:
 
     def agree(
         self,
-        caller: str,
         shapes: Any,
         state: AnyState,
         batch: Batch,
@@ -170,11 +169,11 @@ class PartitionedLoss:
         if (shapes, numbers) != self._last_agreed:
             program = shapes, tuple(number[:2] for number in numbers)  # paths and dtypes
             check_global(batch)
-            agree_on_inputs(caller, state, batch, self.plan, again=program in self._agreed)
+            agree_on_inputs(f"the {self.noun}", state, batch, self.plan, again=program in self._agreed)
             if program not in self._agreed:
                 if not self.is_checked:
                     self.check_first(state, batch)
-                agree_on_program(caller, lower(), self.plan, compiler_options or {})
+                agree_on_program(f"the {self.noun}", lower(), self.plan, compiler_options or {})
             self._agreed.add(program)
             self._last_agreed = shapes, numbers
         passed(self.plan.mesh)

@@ -57,8 +57,8 @@ def chosen_view(requested: Partitioning | None, form: LossForm, shards: int, tra
         return "auto", "the loss returns a scalar, the mean over the rows that it sees, so it sees all rows"
     if form.gathers_rows:
         return "auto", "the loss calls jdp.gather_rows, so it sees all rows"
-    if form.statistic:
-        return "auto", f"{form.statistic} may be a statistic of rows, so each call sees a whole microbatch"
+    if form.statistics:
+        return "auto", f"{form.statistics[0]} may be a statistic of rows, so each call sees a whole microbatch"
     return "manual", "the loss returns jdp.Loss, a sum over rows, so each device calls it on its own rows"
 
 

@@ -22,15 +22,13 @@ from jdp.core.types import PyTree
 
 PINNED = "pinned_host"
 """JAX's name for host memory that devices access without the processor."""
-OFFLOADS = ("optimizer",)
-"""The values of `Plan.offload`, besides None."""
 
 
 def check_offload(offload: str | None, mesh: Mesh) -> None:
     """Check that `offload` is known, and that the mesh's devices can reach pinned host memory."""
     if offload is None:
         return
-    if offload not in OFFLOADS:
+    if offload != "optimizer":
         raise UserError(
             f'offload is "optimizer" (optimizer state in host memory) or None; given {offload!r}. Leave it out.'
         )

@@ -112,17 +112,16 @@ def muon(
         ns_coeffs = optax.tree.get(state, "ns_coeffs")
     numbers = partial(_numbers, muon_weight_dimension_numbers)
     scaled = partial(_scaled, numbers, consistent_rms)
+    common: Any = {"eps": eps, "mu_dtype": mu_dtype, "nesterov": nesterov}
     hidden = optax.chain(
         scale_by_muon(
             ns_coeffs=ns_coeffs,
             ns_steps=ns_steps,
             beta=beta,
-            eps=eps,
-            mu_dtype=mu_dtype,
-            nesterov=nesterov,
             adaptive=adaptive,
             preconditioning=preconditioning,
             weight_dimension_numbers=numbers,
+            **common,
         ),
         optax.stateless(lambda updates, _: scaled(updates)),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
@@ -132,11 +131,9 @@ def muon(
         learning_rate if adam_learning_rate is None else adam_learning_rate,
         b1=adam_b1,
         b2=adam_b2,
-        eps=eps,
         eps_root=adam_eps_root,
         weight_decay=adam_weight_decay,
-        mu_dtype=mu_dtype,
-        nesterov=nesterov,
+        **common,
     )
     labels = lambda params: jax.tree.map(lambda _, dims: "adam" if dims is None else "muon", params, numbers(params))  # noqa: E731
     return optax.partition({"muon": hidden, "adam": others}, labels)

@@ -64,7 +64,8 @@ def test_two_processes_meet_and_name_who_does_not_come(together):
     assert max(kept) <= 4, "keys of the meetings before are removed"
     assert (
         "[0] LostPeer All processes come to a place together; in 0.5 seconds process 1 did not. Each makes the same "
-        "calls, in the same order: see the last output of the missing processes.\n" in out
+        "calls, in the same order, with batches of the same shapes: see the last output of the missing processes.\n"
+        in out
     )
     assert "[1] LostPeer Process 0 did not send a secret in 0.5 seconds. See its last output.\n" in out
 

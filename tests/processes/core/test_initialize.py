@@ -53,6 +53,13 @@ def test_another_hosts_coordinator_listens_where_jax_says(address: str, joining:
     assert os.environ["no_grpc_proxy"] == address[:-2].strip("[]")  # noqa: SIM112
 
 
+def test_mutual_tls_that_this_jax_would_ignore_is_refused(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_MTLS_CERT_FILE", "cert.pem")
+    with pytest.raises(ValueError, match=r"needs JAX 0\.12; given JAX_MTLS_CERT_FILE, which JAX .* ignores"):
+        initialize("127.0.0.1:5", 2, 1)
+    assert joining == {}
+
+
 def test_jax_works_out_the_clusters_that_only_it_can(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "gpu007:5")
     initialize()

@@ -80,6 +80,21 @@ def test_a_weight_penalty_that_would_be_counted_several_times_is_refused(partiti
         one_step(with_penalty, {"accumulate": 2, "partitioning": partitioning})
 
 
+def test_a_penalty_is_found_however_small():
+    """Without rows it is all that is left. A loss that takes no zero rows shows it above 1e-4 of the loss."""
+
+    def small(factor, needs_rows):
+        def loss(params, batch, rng):
+            least = batch["x"].max() if needs_rows else 0.0  # of no rows there is no largest
+            return jdp.Loss(squares(params, batch) + factor * penalty(params) + 0 * least, batch["weight"].sum())
+
+        return loss
+
+    for factor, needs_rows, message in ((1e-6, False, "without rows"), (1e-3, True, "of the same rows twice")):
+        with pytest.raises(ValueError, match=message):
+            one_step(small(factor, needs_rows), {"accumulate": 2})
+
+
 def weighed(params, batch, rng):
     weight = batch["weight"].sum()
     return jdp.Loss(squares(params, batch) + penalty(params) * weight, weight)
@@ -197,6 +212,41 @@ def test_a_batch_of_another_form_is_tried_anew():
     state, metrics = step(state, {"x": first["x"], "other": first["one"]})
     assert step.partitioning == "auto"
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+class Codebook(nnx.Module):
+    """A number of rows, moving counts of codes, or a moving mean, which is the mean of the devices' own."""
+
+    def __init__(self, rngs, kind):
+        self.dense, self.kind = nnx.Linear(WIDTH, WIDTH, rngs=rngs), kind
+        self.rows, self.counts, self.mean = (nnx.Variable(x) for x in (jnp.int32(0), jnp.ones(WIDTH), jnp.ones(WIDTH)))
+
+    def __call__(self, x):
+        z = self.dense(x)
+        match self.kind:
+            case "rows":
+                self.rows[...] += len(x)
+            case "counts":
+                self.counts[...] = 0.9 * self.counts[...] + 0.1 * jax.nn.one_hot(z.argmax(1), WIDTH).sum(0)
+            case _:
+                self.mean[...] = 0.9 * self.mean[...] + 0.1 * jax.lax.stop_gradient(z.mean(0))
+        return z
+
+
+@pytest.mark.parametrize("kind", ["rows", "counts", "mean"])
+def test_manual_refuses_state_that_is_no_average(kind):
+    """Values of 8 rows and of 16 are compared: those of devices are averaged, which is right for a mean alone."""
+
+    def loss(model, batch, rng):
+        y = model(batch["x"])
+        return jdp.Loss(jnp.square(y).sum(), len(y))
+
+    run = lambda: one_step(loss, {"partitioning": "manual"}, lambda rng: Codebook(nnx.Rngs(rng), kind))  # noqa: E731
+    if kind == "mean":
+        assert "each device then computes mean over its own rows, and the values are averaged" in run()[0].why
+    else:
+        with pytest.raises(ValueError, match=f"{kind} is .* after a call with 8 rows, and .*jdp.gather_rows.*'auto'"):
+            run()
 
 
 class Centred(nnx.Module):

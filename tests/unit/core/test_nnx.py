@@ -229,6 +229,40 @@ def test_manual_refuses_counts_of_the_batch(through_seen, accumulate):
         trace(partitioning, devices)
 
 
+class CountingNorm(nnx.BatchNorm):
+    """A batch norm with a count of its own."""
+
+    def __call__(self, x):
+        self.tracked[...] += len(x)
+        return super().__call__(x)
+
+
+class Tally(nnx.Module):
+    """Counts rows: in a variable of a batch norm, or in an array that is a plain attribute."""
+
+    def __init__(self, rngs, in_norm):
+        self.norm, self.seen = CountingNorm(FEATURES, rngs=rngs), nnx.data(jnp.zeros((), jnp.int32))
+        self.norm.tracked, self.in_norm = nnx.BatchStat(jnp.zeros((), jnp.int32)), in_norm
+
+    def __call__(self, x):
+        self.seen = self.seen if self.in_norm else self.seen + len(x)
+        return self.norm(x) if self.in_norm else x * self.norm.scale[...]
+
+
+@pytest.mark.parametrize("in_norm", [True, False], ids=["norm", "attribute"])
+def test_rows_are_counted_on_all_devices(in_norm):
+    """Two batches of 16 rows are 32, in a step and in a custom loop."""
+    plan, init = plan_of(devices=4), lambda rng: Tally(nnx.Rngs(rng), in_norm)
+    step, state = jdp.make_train_step(loss_fn, plan), state_of(plan, init)
+    gradient, module = jdp.value_and_grad(loss_fn, plan), jdp.init(init, plan, rng=jax.random.key(3))
+    for seed in (0, 1):
+        state, _ = step(state, data(seed=seed))
+        gradient(module, data(seed=seed), jax.random.key(seed))
+    assert step.partitioning == "auto"
+    seen = state.model_state["norm"]["tracked"] if in_norm else state.model_state["seen"]
+    assert int(seen) == int(module.norm.tracked[...] if in_norm else module.seen) == 2 * ROWS
+
+
 class Writing(nnx.Module):
     """Writes the normalised kernel, as nnx.SpectralNorm does, or hands its parameters through nnx.remat."""
 
@@ -286,6 +320,25 @@ def test_a_call_that_writes_a_parameter_is_refused(partitioning):
         trace(does_write=True)
 
 
+class Remembering(nnx.Module):
+    """A hidden state with a row for each of the batch."""
+
+    def __init__(self, rngs):
+        self.linear, self.hidden = nnx.Linear(FEATURES, FEATURES, rngs=rngs), nnx.Variable(jnp.zeros((ROWS, FEATURES)))
+
+    def __call__(self, x):
+        self.hidden[...] = jnp.tanh(self.linear(x) + self.hidden[...])
+        return self.hidden[...]
+
+
+def test_state_of_rows_is_refused_with_microbatches():
+    plan = plan_of("zero2")
+    state = jdp.abstract_state(lambda rng: Remembering(nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
+    jax.eval_shape(jdp.make_train_step(loss_fn, plan), state, data())
+    with pytest.raises(ValueError, match=r"hidden, \[16, 8\], with a batch of 16 rows, and .* fails on 8 of them"):
+        jax.eval_shape(jdp.make_train_step(loss_fn, plan, accumulate=2), state, data())
+
+
 class Temperature(nnx.Variable):
     """A variable type of a user's."""
 
@@ -304,13 +357,16 @@ class Scaled(nnx.Module):
 @pytest.mark.parametrize("wrt", [(nnx.Param, Temperature), ..., Temperature], ids=["types", "all", "one"])
 @pytest.mark.default_ids("one")
 def test_a_filter_trains_variables_of_other_types(wrt):
-    """As nnx.Optimizer does on one device, in a step and in a custom loop."""
+    """As nnx.Optimizer does on one device, in a step and in a custom loop, which refuses to train batch statistics."""
     init = lambda rng: Scaled(nnx.Rngs(rng))  # noqa: E731
     plan, key = jdp.Plan(plan_of().mesh, "zero2", min_shard_size=0), jax.random.key(3)
     alone, module = init(jax.random.fold_in(key, 0)), jdp.init(init, plan, rng=key)
     state, step = jdp.init_state(init, TX, plan, rng=key, wrt=wrt), jdp.make_train_step(loss_fn, plan)
     optimizers = [nnx.Optimizer(model, TX, wrt=wrt) for model in (alone, module)]
     gradient = jdp.value_and_grad(loss_fn, plan, wrt=wrt)
+    if wrt is ...:
+        with pytest.raises(ValueError, match=r"`wrt` selects norm/mean, an nnx.BatchStat. .*wrt=\(nnx.Param, \.\.\.\)"):
+            gradient(module, data(), key)
     for seed in (0, 1):
         objective = lambda model, batch: jnp.square(model(batch["x"])).sum(1).mean()  # noqa: E731
         grads = nnx.grad(objective, argnums=nnx.DiffState(0, wrt))(alone, data(seed=seed))

@@ -196,3 +196,21 @@ def test_a_batch_that_is_filled_again_while_the_step_runs_is_read_as_it_was(plan
     metrics = step(state, {"x": x})
     x[:] = 0
     assert float(metrics["loss"]) == expected == 8.0
+
+
+@pytest.mark.parametrize(("partitioning", "accumulate"), [("auto", 1), ("manual", 2)])
+def test_a_first_step_calls_the_loss_a_few_times(partitioning, accumulate):
+    """For its form on all rows; under manual on a device's rows, and on twice as many for its draws; to see what layer
+    loops send; and to compile it, a scan of microbatches twice, once for what it carries."""
+    calls, plan = [], jdp.Plan(jdp.make_mesh(data=8), "zero3", min_shard_size=1)
+
+    def counted(params, batch, rng):
+        calls.append(len(batch["x"]))
+        x = jdp.scan_layers(lambda w, x: jnp.tanh(x @ w), params["w"], batch["x"])
+        return jdp.Loss((x * jax.random.bernoulli(rng, 0.9, x.shape)).sum(), jnp.float32(len(x)))
+
+    state = jdp.abstract_state(lambda rng: {"w": jnp.ones((2, 8, 8))}, ADAM, plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(counted, plan, accumulate=accumulate, partitioning=partitioning, check_loss=False)
+    step.lower(state, batch(rows=64))
+    rows = 64 // accumulate // (8 if partitioning == "manual" else 1)
+    assert {*calls} <= {64 // accumulate, rows, 2 * rows} and len(calls) <= 4 + 2 * accumulate

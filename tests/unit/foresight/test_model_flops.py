@@ -13,7 +13,7 @@ import jdp
 from jdp.core.reading.flops import count_flops
 from jdp.experiment.losses import text_loss
 from jdp.foresight.timing.model_flops import model_flops
-from jdp.models import GPTConfig, build
+from jdp.models import GPTConfig, build, linear_next_token_loss
 
 
 def counted(f, *shapes):
@@ -53,6 +53,13 @@ def test_loops_branches_and_wrappers():
     spec = jax.sharding.PartitionSpec("data")
     local = jax.shard_map(lambda x: x @ jnp.ones((4, 4)), mesh=mesh, in_specs=spec, out_specs=spec)
     assert counted(local, (16, 4)) == 2 * 16 * 4 * 4, "all devices together"
+
+
+def test_chunked_logits_count_once():
+    """The gradients, which are computed with them, belong to the backward pass."""
+    weights, targets = jnp.ones((2, 64)), jnp.zeros((2, 64), int)
+    loss = lambda x, head: linear_next_token_loss(x, head, targets, weights, chunk_bytes=2**12)[0]  # noqa: E731
+    assert counted(loss, (2, 64, 8), (8, 128)) == 2 * (2 * 64) * 8 * 128
 
 
 @pytest.mark.parametrize("remat", [None, "full"])
