@@ -154,17 +154,11 @@ def _chunked_forward(
 
     The head's gradient is summed over chunks separately for each shard of the batch, so devices sum it once.
     """
-    table, vocabulary = head, head.shape[0 if tied else 1]
-    if traced_device().platform != "cpu" and not traced_model_axes():  # padding would reshard a sharded dim
-        unused = ((0, -vocabulary % _TILE), (0, 0))  # to whole tiles of a GPU's matrix units
-        table = jnp.pad(head, unused if tied else unused[::-1])
+    table, vocabulary = _padded(head, tied)
 
     def add(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
         (total, of_head), (x, its_targets, its_weights) = carry, chunk
-        logits = _summed_in_float32(_FORWARD[tied], x, table)
-        if logits.shape[-1] != vocabulary:  # logits of the padding are too low to count
-            logits = jnp.where(jnp.arange(logits.shape[-1]) < vocabulary, logits, jnp.finfo(jnp.float32).min)
-        nats, slopes = _of_chunk(logits, its_targets)
+        nats, slopes = _of_chunk(_within(_summed_in_float32(_FORWARD[tied], x, table), vocabulary), its_targets)
         slopes = (slopes * its_weights[..., None]).astype(x.dtype)
         of_features = _summed_in_float32(_TO_FEATURES[tied], slopes, table).astype(x.dtype)
         by_shard = [y.reshape(y.shape[0], -1, y.shape[-1]) for y in (slopes, x)]  # contracting one dim is faster
@@ -234,6 +228,22 @@ def _in_one_pass(logits: jax.Array, terms: jax.Array) -> tuple[jax.Array, jax.Ar
     operands = (logits, jnp.ones_like(logits), terms)
     top, scaled, terms = jax.lax.reduce(operands, start, combine, (logits.ndim - 1,))
     return top + jnp.log(scaled), terms
+
+
+def _padded(head: jax.Array, tied: bool) -> tuple[jax.Array, int]:
+    """Return the head, padded with zeros to whole tiles of a GPU's matrix units, and the true vocabulary size."""
+    vocabulary = head.shape[0 if tied else 1]
+    if traced_device().platform == "cpu" or traced_model_axes():  # padding would reshard a sharded dim
+        return head, vocabulary
+    unused = ((0, -vocabulary % _TILE), (0, 0))
+    return jnp.pad(head, unused if tied else unused[::-1]), vocabulary
+
+
+def _within(logits: jax.Array, vocabulary: int) -> jax.Array:
+    """Return logits with the columns beyond the vocabulary too low to count."""
+    if logits.shape[-1] == vocabulary:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < vocabulary, logits, jnp.finfo(jnp.float32).min)
 
 
 def nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
