@@ -432,17 +432,14 @@ class Checkpoints:
             folder.rename(self.directory / str(step))
             try:
                 checksums.sync(self.directory)  # before deleting an older checkpoint
-                self._delete_old()
+                kept = self._retention.kept(metrics := self._metrics())
+                # A checkpoint that the mirror is sending waits for a later save.
+                for old in metrics.keys() - kept - {self._mirror and self._mirror.sending}:
+                    upkeep.delete(self.directory, old)
             except OSError as error:  # the new one is committed, and the next save tries again
                 warn(f"{self.directory}: older checkpoints cannot be deleted and stay: {error}")
 
         on_first_process(finish, f"the commit of a checkpoint in {name}")
-
-    def _delete_old(self) -> None:
-        """Delete checkpoints that the retention drops; one that the mirror is sending waits for a later save."""
-        kept = self._retention.kept(metrics := self._metrics())
-        for old in metrics.keys() - kept - {self._mirror and self._mirror.sending}:
-            upkeep.delete(self.directory, old)
 
     @contextmanager
     def _save_errors(self, step: int) -> Generator[None]:

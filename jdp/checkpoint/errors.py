@@ -127,7 +127,10 @@ def hush() -> Callable[[], None]:
     if (hook := sys.unraisablehook) not in _hooks:
 
         def report(unraisable: Any) -> None:
-            if not _is_dropped_by_orbax(unraisable):
+            codes: list[Any] = [frame.f_code for frame, _ in traceback.walk_tb(unraisable.exc_traceback)]
+            codes.append(getattr(unraisable.object, "cr_code", None))  # a coroutine that was never finished
+            is_orbax = any(_ORBAX in code.co_filename for code in codes if code is not None)
+            if not is_orbax and str(unraisable.exc_value) != "Event loop is closed":
                 hook(unraisable)
 
         _hooks.append(report)
@@ -136,13 +139,6 @@ def hush() -> Callable[[], None]:
 
 
 _hooks: list[Any] = []
-
-
-def _is_dropped_by_orbax(unraisable: Any) -> bool:
-    codes: list[Any] = [frame.f_code for frame, _ in traceback.walk_tb(unraisable.exc_traceback)]
-    codes.append(getattr(unraisable.object, "cr_code", None))  # a coroutine that was never finished
-    is_orbax = any(_ORBAX in code.co_filename for code in codes if code is not None)
-    return is_orbax or str(unraisable.exc_value) == "Event loop is closed"
 
 
 def _reason(error: BaseException) -> str:

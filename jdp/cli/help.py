@@ -24,7 +24,12 @@ USUAL_KEYS = (
 
 def command_help(name: str, options: type[Any], *, every_key: bool = False) -> str:
     """Return the help of a command; one that takes an experiment lists its usual keys, or every key in full."""
-    hints, docs = get_type_hints(options, include_extras=True), _field_docs(options)
+    hints = get_type_hints(options, include_extras=True)
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
+    assert isinstance(tree, ast.ClassDef)
+    pairs = zip(tree.body, tree.body[1:], strict=False)
+    texts = {a.target: b.value for a, b in pairs if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}
+    docs = {ast.unparse(name): " ".join(ast.literal_eval(text).split()) for name, text in texts.items()}
     usage, rows = f"usage: jdp {name} [OPTIONS]{' -- COMMAND' if name == 'launch' else ''}", list[tuple[str, str]]()
     for field in dataclasses.fields(options):
         kept: tuple[Any, ...] = getattr(hints[field.name], "__metadata__", ())
@@ -51,15 +56,6 @@ def wrapped(text: str, first: str = "", later: str = "") -> str:
     """Wrap text to the terminal's width, at most 120; `first` and `later` begin the lines."""
     width = min(shutil.get_terminal_size().columns, 120)
     return textwrap.fill(text, width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
-
-
-def _field_docs(options: type[Any]) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, in one line."""
-    [tree] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
-    assert isinstance(tree, ast.ClassDef)
-    pairs = zip(tree.body, tree.body[1:], strict=False)
-    texts = {a.target: b.value for a, b in pairs if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}
-    return {ast.unparse(name): " ".join(ast.literal_eval(text).split()) for name, text in texts.items()}
 
 
 def _usual_keys(command: str) -> list[str]:

@@ -135,7 +135,10 @@ def _drop_stdout() -> None:
 def _run(arguments: list[str]) -> int:
     """Find the command and run it."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help(), file=sys.stdout if arguments else sys.stderr)
+        lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
+        lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]
+        more = "jdp COMMAND --help shows more; jdp --version shows versions, those of JAX and of CUDA's libraries too."
+        print("\n".join([*lines, "", wrapped(more)]), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else USER_ERROR
     if arguments[0] in ("-V", "--version"):
         print(_versions())
@@ -171,13 +174,6 @@ def _leave(code: int, *, lost_peer: bool = False) -> int:
     return code
 
 
-def _help() -> str:
-    lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
-    lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]
-    more = "jdp COMMAND --help shows more; jdp --version shows versions, those of JAX and of CUDA's libraries too."
-    return "\n".join([*lines, "", wrapped(more)])
-
-
 def _versions() -> str:
     """Return a line for each version that an error report needs, from pip's records: JAX is not imported."""
     import importlib.metadata
@@ -205,20 +201,18 @@ class _Lasting(io.FileIO):
             try:
                 written = super().write(left)
             except OSError as error:
-                self._drop(error)
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self.fileno())
+                os.close(null)
+                name = next(name for name, number in _NUMBERS.items() if number == self.fileno())
+                words = f"jdp: {name} cannot be written ({error.strerror}): the run goes on without it\n"
+                with contextlib.suppress(OSError):
+                    os.write(2, words.encode())
                 break
             if written is None:
                 select.select([], [self], [])
             left = left[written or 0 :]
         return len(data)
-
-    def _drop(self, error: OSError) -> None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.fileno())
-        os.close(null)
-        name = next(name for name, number in _NUMBERS.items() if number == self.fileno())
-        with contextlib.suppress(OSError):
-            os.write(2, f"jdp: {name} cannot be written ({error.strerror}): the run goes on without it\n".encode())
 
 
 @contextlib.contextmanager

@@ -136,7 +136,12 @@ def load(text: str) -> tuple[Callable[..., Any], Path]:
         )
     module_name, name = found["module"], found["name"]
     with users_errors(f"{module_name} could not be imported"):
-        module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+        if module_name.endswith(".py"):
+            module = _import_file(Path(module_name))
+        else:  # like `python -m`, from the working directory too
+            if (here := str(Path.cwd())) not in sys.path:
+                sys.path.insert(0, here)
+            module = importlib.import_module(module_name)
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
@@ -159,13 +164,6 @@ def _import_file(file: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _import_module(name: str) -> ModuleType:
-    """Import a module like `python -m`, from the working directory too."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    return importlib.import_module(name)
 
 
 def _takes_devices(function: Callable[..., Any], name: str) -> bool:

@@ -104,12 +104,11 @@ def value_and_grad(
     check_plan(plan, "jdp.value_and_grad(loss_fn, plan)", loss_fn)
     refuse_offload(plan)
     numbers = checked_numbers(argnums, wrt)
+    if flax_nnx.is_module(loss_fn) or not callable(loss_fn):
+        check_loss_takes(loss_fn, 3)
+    mixed = Precision.of(precision)
     settings = StepSettings(
-        precision=Precision.of(precision),
-        requested=partitioning,
-        accumulate=accumulate,
-        wire=wire,
-        check_loss=check_loss,
+        precision=mixed, requested=partitioning, accumulate=accumulate, wire=wire, check_loss=check_loss
     )
     loss = LossWithAux(_unpacked(loss_fn)) if has_aux else _unpacked(loss_fn)
     return ValueAndGrad(

@@ -12,10 +12,10 @@ the result is in range: 4 µs a sample at 10⁶ samples, 1 ms at 64, 11 ms at 2.
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 from grain.experimental import index_shuffle
-from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
 from jdp.base.public import public
@@ -54,23 +54,16 @@ def sample_index(seed: int, epoch_length: int, position: int) -> int:
     if position < 0:
         raise UserError(f"position must not be negative; given {position}: count from the run's first sample")
     epoch, index = divmod(position, epoch_length)
-    if epoch_length < _TABLE_BELOW:
-        return int(_epoch_table(seed, epoch, epoch_length)[index])
-    return index_shuffle(index, max_index=epoch_length - 1, seed=_epoch_seed(seed, epoch), rounds=_ROUNDS)
+    return _permutation(seed, epoch, epoch_length)(index)
 
 
 @functools.lru_cache(maxsize=64)  # a batch may straddle several epochs, and a mixture draws from several data sets
-def _epoch_table(seed: int, epoch: int, epoch_length: int) -> NDArray[np.int64]:
-    # Sorted raw bits, not `Generator.permutation`: NumPy keeps a bit generator's stream for ever, but may change a
-    # Generator's methods (NEP 19), and with them the order of a resumed run.
-    return np.argsort(np.random.Philox(_entropy(seed, epoch)).random_raw(epoch_length), kind="stable")
-
-
-@functools.lru_cache(maxsize=64)
-def _epoch_seed(seed: int, epoch: int) -> int:
-    return int(_entropy(seed, epoch).generate_state(1)[0])
-
-
-def _entropy(seed: int, epoch: int) -> np.random.SeedSequence:
+def _permutation(seed: int, epoch: int, epoch_length: int) -> Callable[[int], int]:
     # Mixed, not added: with seed + epoch, as in grain's own shuffle, the second epoch of seed 0 is the first of seed 1.
-    return np.random.SeedSequence(seed, spawn_key=(epoch,))
+    entropy = np.random.SeedSequence(seed, spawn_key=(epoch,))
+    if epoch_length < _TABLE_BELOW:
+        # Sorted raw bits, not `Generator.permutation`: NumPy keeps a bit generator's stream for ever, but may change a
+        # Generator's methods (NEP 19), and with them the order of a resumed run.
+        return np.argsort(np.random.Philox(entropy).random_raw(epoch_length), kind="stable").item
+    epoch_seed = int(entropy.generate_state(1)[0])
+    return functools.partial(index_shuffle, max_index=epoch_length - 1, seed=epoch_seed, rounds=_ROUNDS)

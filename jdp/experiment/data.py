@@ -11,6 +11,7 @@ Only the training side of [data] is augmented.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,7 +149,11 @@ def _opened(experiment: Experiment, source: Any, field: str | None = None, *, al
     if kind == "text":
         return array_data(path, length=given.length, **sides)
     sides["heldout"] = None if alone else given.heldout
-    if kind == "features" and is_arrays and not _holds_images(path, field):
+    has_images = False  # to normalise and flatten, rather than features; a damaged file's reader reports its problem
+    if kind == "features" and is_arrays and field is None:
+        with contextlib.suppress(Exception), np.load(path) as arrays:
+            has_images = "images" in arrays.files and "features" not in arrays.files
+    if kind == "features" and is_arrays and not has_images:
         return array_data(path, features=field or "features", labels=given.label or "labels", **sides)
     config: Any = experiment.model.config
     size, channels = getattr(config, "image_size", None), getattr(config, "channels", None)
@@ -156,15 +161,6 @@ def _opened(experiment: Experiment, source: Any, field: str | None = None, *, al
     if kind == "images":
         return images
     return Sides(images, Flat(images.train), Flat(images.heldout), "each as a vector")
-
-
-def _holds_images(path: str, field: str | None) -> bool:
-    """Return True if an .npz holds images, to be normalised and flattened, rather than features."""
-    try:
-        with np.load(path) as arrays:
-            return field is None and "images" in arrays.files and "features" not in arrays.files
-    except Exception:  # a damaged file makes NumPy and zipfile raise nearly anything
-        return False  # its reader reports the problem
 
 
 def _fitting(experiment: Experiment, key: str, data: Any) -> Any:

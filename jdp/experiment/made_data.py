@@ -57,7 +57,12 @@ class MadeSamples:
                 f"a sample of {self.name} holds numbers; given {wrong}: {arrays[wrong].dtype}: leave it out, or encode "
                 "it"
             )
-        sample = {key: array.astype(_dtype(array.dtype), copy=False) for key, array in arrays.items()}
+        sample = dict[str, np.ndarray]()
+        for key, array in arrays.items():
+            dtype = array.dtype.newbyteorder("=")
+            if dtype.itemsize > 4:
+                dtype = np.float32 if dtype.kind == "f" else np.int32
+            sample[key] = array.astype(dtype, copy=False)
         return sample if "weights" in sample else {**sample, "weights": np.ones((), np.float32)}
 
 
@@ -171,9 +176,3 @@ def _scores(samples: MadeSamples, most: int) -> list[float]:
         seen = [key for key in sorted(sample) if key not in NOT_CONTENT] or sorted(sample)
         scores.append(content_score(b"".join(np.ascontiguousarray(sample[key]).tobytes() for key in seen)))
     return scores
-
-
-def _dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if dtype.itemsize > 4:
-        return np.dtype(np.float32 if dtype.kind == "f" else np.int32)
-    return dtype.newbyteorder("=")

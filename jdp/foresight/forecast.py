@@ -312,8 +312,10 @@ def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> str:
 def _with_narrow_gradients(report: Report) -> list[str]:
     """Return a sentence, what gradients summed in 16 bits would save, if weights are gathered in 16 bits already."""
     promises, sent = report.theory.promises, report.wire_bytes_per_device
-    saved = sum(promise.wire_bytes / 2 for promise in promises if promise.itemsize == 4)
-    if not saved or not any(promise.kind == "all-gather" and promise.itemsize == 2 for promise in promises):
+    reductions = [promise for promise in promises if promise.kind in ("reduce-scatter", "all-reduce")]
+    saved = sum(promise.wire_bytes / 2 for promise in reductions if promise.itemsize == 4)
+    gathers_narrow = any(promise.kind == "all-gather" and promise.itemsize == 2 for promise in promises)
+    if report.partitioning != "manual" or not saved or not gathers_narrow:
         return []
     wide = f"Gradients are summed in float32, {format_bytes(2 * saved)} of the {format_bytes(sent)} sent"
     return [f'{wide}; with reduce = "bf16" a device sends {format_bytes(sent - saved)}.']

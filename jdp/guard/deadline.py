@@ -2,10 +2,10 @@
 
 1. The loop reports to the thread its next activity, and the end of each step. A step may take ten median steps, but at
    least `seconds`; rare work that compiles, reads or writes may take `first_seconds`.
-2. A second thread does what may block. In a cluster it publishes the process' step once a second in the coordination
-   service, which works while the devices hang. A process whose deadline has passed publishes that too; the others see
-   it and stop. Process 0 notices a silent process, and all others notice a silent process 0. JAX's heartbeats notice it
-   later, abort all processes with 134, and name no process.
+2. Other threads do what may block: one writes the log, and in a cluster one publishes the process' step once a second
+   in the coordination service, which works while the devices hang. A process whose deadline has passed publishes that
+   too; the others see it and stop. Process 0 notices a silent process, and all others notice a silent process 0. JAX's
+   heartbeats notice it later, abort all processes with 134, and name no process.
 3. Each process prints the stacks of its threads and which process is behind, and exits with 75: a supervisor restarts
    the job from its last checkpoint. The report has a thread of its own, because disks and pipes may hang too.
 
@@ -113,7 +113,8 @@ class Deadline:
         joined, client = joined_as(), coordination_client()
         if joined is not None and client is not None:
             self._peers = _Peers(client, *joined, next(_numbers))
-        for target, name in ((self._tick, "jdp whereabouts"), (self._watch, "jdp deadline")):
+        names = {self._tick: "jdp whereabouts", self._note: "jdp log", self._watch: "jdp deadline"}
+        for target, name in names.items():
             self._threads.append(threading.Thread(target=target, name=name, daemon=True))
             self._threads[-1].start()
         return self
@@ -221,7 +222,6 @@ class Deadline:
         peers = self._peers
         while not self._done.is_set():
             try:
-                self.on_tick()
                 if peers is not None:  # a process may stop within its first second
                     peers.publish(self.position, once=self._once)
                 self._changed.wait(_TICK_SECONDS if peers is None or peers.asks is None else 0.1)
@@ -231,6 +231,12 @@ class Deadline:
         with contextlib.suppress(Exception):
             if peers is not None:
                 peers.leave()
+
+    def _note(self) -> None:
+        """Call `on_tick` once a second, in a thread of its own, because it writes to a disk that may hang."""
+        while not self._done.wait(_TICK_SECONDS):
+            with contextlib.suppress(Exception):
+                self.on_tick()
 
     def _report(self, limit: float | None) -> None:
         try:
@@ -246,15 +252,14 @@ class Deadline:
                     where, behind = self._peers.answer()
                     words += f" {where}"
             with contextlib.suppress(Exception):
-                stack = main_stack()
-                event = {"doing": position.doing, "step": position.step, "words": words}
-                self.on_expired(event | {"behind": behind, "stack": stack})
-            with contextlib.suppress(Exception):
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
             joined = joined_as()
             who = f"process {joined[0]} of {joined[1]}: " if joined else ""
             end = f"Stacks of all threads are above; exit code {TRY_AGAIN}: run again to resume\n"
             os.write(2, f"{who}deadline: {words} {end}".encode())
+            with contextlib.suppress(Exception):  # last, because the log's disk may hang
+                event = {"doing": position.doing, "step": position.step, "words": words}
+                self.on_expired(event | {"behind": behind, "stack": main_stack()})
             leave_after_failure(TRY_AGAIN)
         finally:
             os._exit(TRY_AGAIN)

@@ -97,7 +97,10 @@ class Flight:
         os.close(self._descriptor)
         self._descriptor = None
         events = read(self.file)
-        kept = {**asdict(account(events)), "history": history(events)[-_MOST_KEPT:]}
+        told = history(events)
+        visits, incidents = ([event for event in told if ("words" in event) == is_told] for is_told in (False, True))
+        newest = {id(event) for event in (*visits[-_MOST_KEPT:], *incidents[-_MOST_KEPT:])}
+        kept = {**asdict(account(events)), "history": [event for event in told if id(event) in newest]}
         self.file.replace(_old(self.file))
         descriptor = self._open()
         line = json.dumps({"time": round(time.time(), 4), "event": "before", **kept}) + "\n"

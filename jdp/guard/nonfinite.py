@@ -111,10 +111,15 @@ class Inspection:
             flags = jax.device_get(self._flags(state, batch, jnp.int32(done - 1)))
         inputs, gradients = _bad(flags["batch"]), _bad(flags["gradients"], self._order)
         rows = {place for leaf in inputs for place in leaf.places}
+        readers, array = {0} if rows else set[int](), jax.tree.leaves(batch)[0]
+        if rows and isinstance(array, jax.Array):
+            held = array.sharding.devices_indices_map(array.shape).items()
+            spans = [(device, range(*index[0].indices(array.shape[0]))) for device, index in held]
+            readers = {device.process_index for device, span in spans if not rows.isdisjoint(span)}
         return Finding(
             done,
             inputs,
-            _readers(batch, rows),
+            tuple(sorted(readers)),
             _bad(flags["params"]),
             float(flags["loss"]),
             gradients,
@@ -176,15 +181,6 @@ def _bad(flags: dict[str, NDArray[Any]], order: Sequence[str] | None = None) -> 
     known = ((path, flags[path]) for path in order or flags if path in flags)
     leaves = (Bad(path, tuple(np.flatnonzero(where).tolist()), len(where)) for path, where in known)
     return tuple(leaf for leaf in leaves if leaf.places)
-
-
-def _readers(batch: Batch, rows: set[int]) -> tuple[int, ...]:
-    leaf = jax.tree.leaves(batch)[0]
-    if not rows or not isinstance(leaf, jax.Array):
-        return (0,) if rows else ()
-    held = leaf.sharding.devices_indices_map(leaf.shape).items()
-    span = lambda index: range(*index[0].indices(leaf.shape[0]))  # noqa: E731
-    return tuple(sorted({device.process_index for device, index in held if rows & {*span(index)}}))
 
 
 # The batch on disk.

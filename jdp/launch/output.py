@@ -101,7 +101,11 @@ class Log:
             if _taken(file):
                 say(f"{file} is being written by another jdp launch: this process runs without a log")
                 return None
-            _rotate(file)
+            # The log and its predecessors get the next number; the oldest is replaced.
+            names = [file, *(file.with_suffix(f".{number}.log") for number in range(1, KEPT_LOGS + 1))]
+            for number in reversed(range(KEPT_LOGS)):
+                if names[number].exists():
+                    names[number].replace(names[number + 1])
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,11 +144,3 @@ def _taken(file: Path) -> bool:
     finally:
         os.close(handle)
     return False
-
-
-def _rotate(file: Path) -> None:
-    """Rename the log and its predecessors to the next number; the oldest is replaced."""
-    names = [file, *(file.with_suffix(f".{number}.log") for number in range(1, KEPT_LOGS + 1))]
-    for number in reversed(range(KEPT_LOGS)):
-        if names[number].exists():
-            names[number].replace(names[number + 1])

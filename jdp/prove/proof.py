@@ -69,7 +69,13 @@ class Proof:
 
     def __str__(self) -> str:
         headings = ("run", "equal", "difference", "bound", "of bound", "closest to its bound at")
-        rows = align_columns([headings, *map(_cells, self.runs)])
+        cells: list[tuple[str, ...]] = [headings]
+        for run in self.runs:
+            at = run.at
+            place = f"step {at.step}, {at.leaf}" if at.ratio else "bit for bit"
+            sizes = f"{at.difference:.1e}", f"{at.bound:.1e}", f"{at.ratio:.2g}"
+            cells.append((run.name, "yes" if run.equal else "NO", *sizes, place))
+        rows = align_columns(cells)
         rows += [f"not run: {name}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join([*rows, *self.notes, self._verdict()])
 
@@ -122,9 +128,3 @@ HINTS = {
     "grad_norm": "the norm is summed in another way, because the loss and all leaves agree",
 }
 LEAF = "the gradient of this leaf lacks a sum over devices or microbatches or has it twice, or its update is another"
-
-
-def _cells(run: Run) -> tuple[str, ...]:
-    at = run.at
-    place = f"step {at.step}, {at.leaf}" if at.ratio else "bit for bit"
-    return run.name, "yes" if run.equal else "NO", f"{at.difference:.1e}", f"{at.bound:.1e}", f"{at.ratio:.2g}", place

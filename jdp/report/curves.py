@@ -236,7 +236,7 @@ def _label_values(axes: Axes, drawn: Chart) -> None:
     elif drawn.unit == "percent":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
     elif drawn.unit == "per second" or 1e4 <= largest < 1e15:
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.yaxis.set_major_formatter(EngFormatter(sep="") if largest >= 1 else lambda value, _: f"{value:.2g}")
     elif largest >= 1e15:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
     if drawn.from_zero and axes.get_yscale() == "linear":

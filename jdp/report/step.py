@@ -154,21 +154,14 @@ def times_section(estimates: Sequence[tuple[str, Estimate]], choice: str | None 
             same_steps.append(([name], estimate, timeline))
         else:
             names.insert(0 if name == choice else len(names), name)
-    return {
-        "candidates": timed,
-        "steps": [
-            (names, estimate, timeline, _drawing(timeline, longest, most), _stretches(timeline))
-            for names, estimate, timeline in same_steps
-        ],
-    }
-
-
-def _stretches(timeline: Timeline) -> list[tuple[tuple[str, str, str], list[float]]]:
-    """Return the longest operations: (operation, lane, source), and the seconds of each event."""
-    groups: dict[tuple[str, str, str], list[float]] = {}
-    for event in timeline.events:
-        groups.setdefault((event.what, event.lane, event.source or "–"), []).append(event.seconds)
-    return sorted(groups.items(), key=lambda group: -sum(group[1]))[:_LISTED]
+    steps = list[tuple[Any, ...]]()
+    for names, estimate, timeline in same_steps:
+        operations: dict[tuple[str, str, str], list[float]] = {}  # operation, lane, source -> seconds of each event
+        for event in timeline.events:
+            operations.setdefault((event.what, event.lane, event.source or "–"), []).append(event.seconds)
+        longest_first = sorted(operations.items(), key=lambda operation: -sum(operation[1]))
+        steps.append((names, estimate, timeline, _drawing(timeline, longest, most), longest_first[:_LISTED]))
+    return {"candidates": timed, "steps": steps}
 
 
 # Blocks.

@@ -56,12 +56,17 @@ def read_run(folder: Path, name: str) -> Run:
     visits, spent = history(events), account(events)
     if not visits:
         notes.append(f"There is no {FLIGHT}/rank-00000.jsonl: resumes and stops of the run are unknown.")
+    settings = dict[str, str]()
+    try:
+        settings = {key: toml_value(value) for key, value in flat(parse(toml)).items()}
+    except ValueError as error:
+        notes.append(f"{FILE} {error}.")
     return Run(
         name,
         rows,
         visits,
         toml,
-        _settings(toml, notes),
+        settings,
         sorted(int(step) for step in names if step.isdecimal() and len(step) < 19),
         notes,
         samples=samples,
@@ -81,30 +86,19 @@ def _rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
     return rows
 
 
-def _settings(toml: str, notes: list[str]) -> dict[str, str]:
-    try:
-        return {key: toml_value(value) for key, value in flat(parse(toml)).items()}
-    except ValueError as error:
-        notes.append(f"{FILE} {error}.")
-        return {}
-
-
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return a run's samples by step. Damaged rows are left out and reported in `notes`."""
     rows, kinds = list[dict[str, Any]](), {"step": int, "prompt": str, "text": str}
     for file in sorted((folder / SAMPLES).glob("*.jsonl"), key=lambda file: (len(file.name), file.name)):
-        found = [_object(line) or {} for line in file.read_bytes().split(b"\n") if line]
+        found = list[dict[str, Any]]()
+        for line in filter(None, file.read_bytes().split(b"\n")):
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            found.append(value if isinstance(value, dict) else {})
         good = [row for row in found if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]
         if len(good) < len(found):
             notes.append(f"{len(found) - len(good):,} of {len(found):,} rows of {file.name} are damaged and left out.")
         rows += [{name: row[name] for name in kinds} for row in good]
     return rows
-
-
-def _object(text: bytes) -> dict[str, Any] | None:
-    """Return a JSON object; None for any other text."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -117,7 +117,11 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Exit, in the main thread, if so decided; `_listen` receives the signal itself."""
-        if self._leaving and self.signal is not None and not _is_ignored_in(frame):
+        if not self._leaving or self.signal is None:
+            return
+        while frame is not None and not {frame.f_code.co_name, frame.f_code.co_filename} & _CALLBACKS:
+            frame = frame.f_back
+        if frame is None:  # Python ignores exceptions in the collector's callbacks and in destructors
             self._raised = True
             raise Stopped(self.signal, {})
 
@@ -160,13 +164,6 @@ class StopRequest:
                 return
         leave_after_failure(EXIT_CODES[by])
         os._exit(EXIT_CODES[by])
-
-
-def _is_ignored_in(frame: FrameType | None) -> bool:
-    """Return True if Python ignores exceptions here: in the collector's callbacks and in destructors."""
-    while frame is not None and not {frame.f_code.co_name, frame.f_code.co_filename} & _CALLBACKS:
-        frame = frame.f_back
-    return frame is not None
 
 
 class _Agreement:

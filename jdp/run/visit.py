@@ -153,7 +153,7 @@ class Visit:
     def after(self, state: TrainState, batch: Batch, values: Any) -> None:
         """Do the duties after a step, in order; `values` are its metrics."""
         taken = Taken(self.progress.done + 1, state, values, batch)
-        duties = (self._check, self._count, self._log, self._end_trace, self._measure, self._keep_in_memory, self._save)
+        duties = (self._check, self._count, self._log, self._end_step, self._keep_in_memory, self._save)
         for duty in duties:
             duty(taken)
 
@@ -190,14 +190,11 @@ class Visit:
             self._clock.restart()
         self.watch.mark("wait")
 
-    def _end_trace(self, taken: Taken) -> None:
-        """End the step, and the trace if this was its last step."""
+    def _end_step(self, taken: Taken) -> None:
+        """End the step and its trace, then evaluate and sample if due; a signal or the result may end the visit."""
         if self.profile.end(taken.step, taken.state):
             self._restart()
         self.watch.step(taken.step)
-
-    def _measure(self, taken: Taken) -> None:
-        """Evaluate and sample if due; a signal or the result may end the visit."""
         if self.stop.signal is None and any([self.evaluate(taken.state), self.sample(taken.state)]):
             self._restart()
         self.ended |= self.stop.signal is not None

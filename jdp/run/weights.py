@@ -99,7 +99,14 @@ class InitialWeights:
         """Return the state with these parameters and a new optimizer state, and a line that names them."""
         given = self.train.init_from or ""
         path = _safetensors(self.place)
-        read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, config)
+        if path is None:
+            read = restore_params(given, state, missing=LORA)
+        else:
+            try:
+                names = names_of(path, config) if _is_hugging_face(path, config) else None
+                read = import_safetensors(path, state, names=names, missing=LORA)
+            except ValueError as error:  # of another architecture too
+                raise ExperimentError(f"train.init_from: {error}") from error
         before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
         fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
         message = f"parameters from {given}"
@@ -152,15 +159,6 @@ def names_of(path: Path, config: GPTConfig) -> Names:
     # the hub's own files lack the prefix that Hugging Face's library writes
     prefixed = any(name.startswith("transformer.") for name in files.read(path))
     return gpt2_names(config, prefix="transformer." if prefixed else "")
-
-
-def _import(path: Path, state: TrainState, config: Any) -> TrainState:
-    """Read a safetensors file by the names of its tensors. Raises ExperimentError if it does not fit."""
-    try:
-        names = names_of(path, config) if _is_hugging_face(path, config) else None
-        return import_safetensors(path, state, names=names, missing=LORA)
-    except ValueError as error:  # of another architecture too
-        raise ExperimentError(f"train.init_from: {error}") from error
 
 
 # The export.

@@ -137,7 +137,9 @@ def _read_arrays(source: Source, wanted: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(leaf, jax.Array) and not leaf.committed:  # free to move, as the target is
             arrays[path] = jax.numpy.asarray(np.asarray(arrays[path]))
         if _is_key(leaf):
-            arrays[path] = jax.random.wrap_key_data(arrays[path], impl=_key_impl(leaf))
+            implementation = list[Any]()  # `key_impl` takes no abstract key
+            jax.eval_shape(lambda key, found=implementation: found.append(jax.random.key_impl(key)), leaf)
+            arrays[path] = jax.random.wrap_key_data(arrays[path], impl=implementation[0])
     return arrays
 
 
@@ -189,10 +191,3 @@ def _path_in_field(path: str) -> str:
 
 def _is_key(leaf: Any) -> bool:
     return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _key_impl(rng: Any) -> Any:
-    """Return the PRNG implementation of a typed key, abstract or not."""
-    implementations: list[Any] = []
-    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), rng)
-    return implementations[0]

@@ -37,8 +37,12 @@ class Content:
     def of(tree: Any) -> Content:
         """Return the content of a train state, or of any other tree, real or abstract."""
         if isinstance(tree, TrainState):
-            tree = jax.tree.map(_as_jax_takes_it, tree)
-            return Content.of_state(tree, _FIELDS)
+            # Numbers that a user set in a state, such as a learning rate, get the dtype that a step gives them.
+            leaves, treedef = jax.tree.flatten(tree)
+            for index, leaf in enumerate(leaves):
+                if isinstance(leaf, bool | int | float | np.generic | np.ndarray):
+                    leaves[index] = np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+            return Content.of_state(treedef.unflatten(leaves), _FIELDS)
         check_keys(tree)
         arrays, back = flax_nnx.plain(tree)
         return Content({"tree": arrays}, lambda filled: back(filled["tree"]))
@@ -66,12 +70,6 @@ class Content:
                 raise UserError(f"Every leaf of a state needs its own path; two have {name}. Rename one.")
             leaves[name] = _as_array(name, leaf)
         return leaves
-
-
-def _as_jax_takes_it(leaf: Any) -> Any:
-    """Return a number that a user set in a state, such as a learning rate, in the dtype that a step gives it."""
-    is_host = isinstance(leaf, bool | int | float | np.generic | np.ndarray)
-    return np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)) if is_host else leaf
 
 
 def _as_array(path: str, leaf: Any) -> Any:

@@ -114,8 +114,19 @@ class MemoryCopies:
             return False
         arrays = {path: np.asarray(x) if isinstance(x, np.generic) else x for path, x in arrays.items()}
         self.forget_after(step - 1)
-        folder = self._folder or self._open(from_first_process("the name of the run in memory", self._name_run()))
-        self._remove_earlier(folder.path)
+        if (folder := self._folder) is None:
+            name = host.folder_of(self._directory)
+            if jax.process_index() == 0 and not name:
+                (self._directory / host.RUN_ID).write_text(secrets.token_hex(8), encoding="ascii")
+                name = host.folder_of(self._directory)
+            folder = self._open(from_first_process("the name of the run in memory", name))
+        # The newest generation of earlier visits stays until this visit has a complete one.
+        newest = None if any(slot.step >= 0 for slot in self._slots) else max(self._found, default=None)
+        self._here = {file: index for file, index in self._here.items() if index.key == newest}
+        self._found = {key: has for key, has in self._found.items() if key == newest}
+        for file in folder.path.glob(FILES) if self._represents_host else ():
+            if file not in self._here and not file.name.startswith(self._visit):
+                remove(file)
         plan, problem = self._layout(arrays, folder)
         slot, parts = min(self._slots, key=lambda slot: slot.step), list[np.ndarray]()
         try:
@@ -196,14 +207,6 @@ class MemoryCopies:
         assert self._folder is not None
         return Generation(shared, parts, self._found[key], self._folder.path)
 
-    def _name_run(self) -> str:
-        """Return, on process 0, the name of the run's folders in memory; create it if missing."""
-        name = host.folder_of(self._directory)
-        if jax.process_index() or name:
-            return name
-        (self._directory / host.RUN_ID).write_text(secrets.token_hex(8), encoding="ascii")
-        return host.folder_of(self._directory)
-
     def _open(self, name: str) -> RunFolder:
         """Open the run's folder on this host."""
         me = jax.process_index()
@@ -227,15 +230,6 @@ class MemoryCopies:
     @property
     def _represents_host(self) -> bool:
         return self._hosts[jax.process_index()] == jax.process_index()
-
-    def _remove_earlier(self, folder: Path) -> None:
-        """Remove the files of earlier visits, but keep the newest generation until this visit has a complete one."""
-        newest = None if any(slot.step >= 0 for slot in self._slots) else max(self._found, default=None)
-        self._here = {file: index for file, index in self._here.items() if index.key == newest}
-        self._found = {key: has for key, has in self._found.items() if key == newest}
-        for file in folder.glob(FILES) if self._represents_host else ():
-            if file not in self._here and not file.name.startswith(self._visit):
-                remove(file)
 
     def _layout(self, arrays: Mapping[str, Any], folder: RunFolder) -> tuple[Layout, str]:
         """Return the layout of these arrays, and the problem with it on this host, or ""."""

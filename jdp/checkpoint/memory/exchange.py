@@ -139,9 +139,15 @@ class Generation:
         grids = list(self._grids.values())
         places = np.searchsorted([grid.first for grid in grids], numbers, "right")
         sizes = {n: grids[int(place) - 1].part_bytes for n, place in zip(numbers, places, strict=True)}
+        first = {device.process_index: device for device in reversed(jax.devices())}
+        mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))
+        rows, whole = NamedSharding(mesh, PartitionSpec("process")), NamedSharding(mesh, PartitionSpec())
         for group in portions(numbers, sizes.__getitem__, _AT_ONCE):
             sent = [self._fetched[n] if suppliers[n] == me else np.zeros(sizes[n], np.uint8) for n in group]
-            parts = np.split(_added(np.concatenate(sent)), np.cumsum([sizes[n] for n in group])[:-1])
+            buffer = np.concatenate(sent)
+            stacked = jax.make_array_from_process_local_data(rows, buffer[None], (mesh.size, buffer.size))
+            added = np.asarray(_sum(stacked, whole).addressable_data(0))
+            parts = np.split(added, np.cumsum([sizes[n] for n in group])[:-1])
             self._fetched |= {n: part.copy() for n, part in zip(group, parts, strict=True) if n in lacking}
         self.from_others += sum(sizes[n] for n in lacking)
         return ""
@@ -154,15 +160,6 @@ class Generation:
                     return f"part {number} in {self._parts[number].file} has changed"
                 self._fetched[number] = content
         return ""
-
-
-def _added(buffer: np.ndarray) -> np.ndarray:
-    """Return the sum of the buffers of all processes; at each byte all but one are zero."""
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))
-    rows, whole = NamedSharding(mesh, PartitionSpec("process")), NamedSharding(mesh, PartitionSpec())
-    stacked = jax.make_array_from_process_local_data(rows, buffer[None], (mesh.size, buffer.size))
-    return np.asarray(_sum(stacked, whole).addressable_data(0))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -78,7 +78,11 @@ class RunFolder:
             lock = self.path / f"{process}{_LOCK}"
             self._handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_leftovers(self.path.parent)
+            for other in filter(lambda path: _NAME.fullmatch(path.name), self.path.parent.iterdir()):
+                with contextlib.suppress(OSError):  # a folder that no run has used for three days is removed
+                    days = (time.time() - other.stat().st_mtime) / 86400
+                    if days > _UNUSED_DAYS and not any(map(_is_held, other.glob(f"*{_LOCK}"))):
+                        shutil.rmtree(other, ignore_errors=True)
         except BlockingIOError:
             os.close(self._handle)
             raise CheckpointError(
@@ -117,15 +121,6 @@ def _unusable(folder: Path, error: OSError) -> CheckpointError:
         f"keep_in_memory needs a folder in this host's memory; {folder} cannot be written: {error.strerror}. Make "
         f"room, set {VARIABLE} to another folder, or leave out keep_in_memory."
     )
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove folders that no run has used for three days."""
-    for other in filter(lambda path: _NAME.fullmatch(path.name), folder.iterdir()):
-        with contextlib.suppress(OSError):
-            days = (time.time() - other.stat().st_mtime) / 86400
-            if days > _UNUSED_DAYS and not any(map(_is_held, other.glob(f"*{_LOCK}"))):
-                shutil.rmtree(other, ignore_errors=True)
 
 
 def _is_held(lock: Path) -> bool:

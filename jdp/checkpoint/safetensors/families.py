@@ -71,7 +71,15 @@ class Family:
         """Return the arguments of `GPTConfig`."""
         for key, allowed in self.only.items():
             table.require(key, *allowed)
-        found: dict[str, Any] = {name: self._read_field(table, key, name) for key, name in self.keys.items()}
+        found = dict[str, Any]()
+        for key, name in self.keys.items():
+            default = self.defaults[name]
+            if name == "activation":
+                found[name] = table.choice(key, self.activations, default)
+            elif name in _OPTIONAL and table.keys.get(key, default) is None:
+                found[name] = None
+            else:
+                found[name] = table.value(key, int if default is None else type(default), default)
         found |= self.always
         if self.rotary:
             found |= _read_rope(table, found["context"])
@@ -83,14 +91,6 @@ class Family:
                     "computes the same without it, remove it from the file; else use another model."
                 )
         return found
-
-    def _read_field(self, table: Table, key: str, name: str) -> Any:
-        default = self.defaults[name]
-        if name == "activation":
-            return table.choice(key, self.activations, default)
-        if name in _OPTIONAL and table.keys.get(key, default) is None:
-            return None
-        return table.value(key, int if default is None else type(default), default)
 
     def written(self, config: GPTConfig) -> dict[str, Any]:
         """Return the keys of a `config.json` for a model of this family."""

@@ -146,22 +146,15 @@ def export_hf(
         beside = user_path(original).absolute()
         beside = beside if beside.is_dir() else beside.parent
         stored = read_json(beside / CONFIG)
-        dtype = _dtype_of(beside, stored) if dtype is None else dtype
+        if dtype is None and (dtype := stored.get("dtype") or stored.get("torch_dtype")) is None:
+            with contextlib.suppress(CheckpointError):  # a folder without weights
+                dtype = max(files.read(beside).values(), key=lambda tensor: np.prod(tensor.shape)).dtype
     _check_dtype(dtype)
     own = next((leaf.dtype for leaf in weights.values()), np.float32)
     keys = written(config, np.dtype(own if dtype is None else dtype).name, stored)
     path = folder / f"model{files.SUFFIX}"
     export_safetensors(path, params, names=names, dtype=dtype, max_shard_bytes=max_shard_bytes)
     on_first_process(lambda: _write_beside(folder, keys, beside))
-
-
-def _dtype_of(folder: Path, keys: Mapping[str, Any]) -> Any:
-    """Return the dtype of a Hugging Face model: from its configuration, else of its largest tensor."""
-    if (named := keys.get("dtype") or keys.get("torch_dtype")) is not None:
-        return named
-    with contextlib.suppress(CheckpointError):  # a folder without weights
-        return max(files.read(folder).values(), key=lambda tensor: np.prod(tensor.shape)).dtype
-    return None
 
 
 def _write_beside(folder: Path, keys: Mapping[str, Any], original: Path | None) -> None:
@@ -263,18 +256,17 @@ def _check_dtype(dtype: Any) -> None:
 
 def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
     """Return a tensor in the file's form, on this host."""
-    parts = [_on_host(leaves[part.path], part.layer) for part in tensor.parts]
+    parts = list[np.ndarray]()
+    for leaf, layer in ((leaves[part.path], part.layer) for part in tensor.parts):
+        if not isinstance(leaf, jax.Array):
+            parts.append(np.asarray(leaf if layer is None else leaf[layer]))
+            continue
+        # An array keeps its host copy while it lives, and the state's arrays live on.
+        array = leaf.copy() if layer is None else _layer(leaf, layer)
+        local = array.is_fully_addressable
+        parts.append(np.asarray(array) if local else process_allgather(array, tiled=True))
     joined = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
     return np.swapaxes(joined, -1, -2) if tensor.transposed else joined
-
-
-def _on_host(leaf: Any, layer: int | None) -> np.ndarray:
-    """Copy an array, or one index of its leading dim, to this host."""
-    if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf if layer is None else leaf[layer])
-    # An array keeps its host copy while it lives, and the state's arrays live on.
-    part = leaf.copy() if layer is None else _layer(leaf, layer)
-    return np.asarray(part) if part.is_fully_addressable else process_allgather(part, tiled=True)
 
 
 _layer = jax.jit(functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False))

@@ -88,9 +88,8 @@ class Boundary:
         seed = weight.seed if weight.seed is None or leading else weight.seed[0]
         with reduction_scope(placement.path, of_layer=leading > 0):
             gradient = self.reduce(gradient, placement, leading, seed)
-            if self.finish is None or placement.dim is not None:
-                return gradient
-            return self.finish(gradient, placement, leading)
+            finish = self.finish if placement.dim is None else None
+            return gradient if finish is None else finish(gradient, placement, leading)
 
     def finished(self, gradient: jax.Array, placement: Placement, leading: int = 0) -> jax.Array:
         """Sum the result of `reduced` over the replicas."""

@@ -54,7 +54,7 @@ def boundary_of(collectives: Collectives, *, in_loops: bool = False, sums_others
         collectives.finish if completes else None,
         settings.precision,
         with_replicated=completes and not strategy.shard_state,
-        sends_twice=completes and collectives.spec.plan.mesh.shape.get(REPLICA, 1) > 1,
+        sends_twice=completes and strategy.shard_state and collectives.spec.plan.mesh.shape.get(REPLICA, 1) > 1,
         again=at_use,
         in_loops=in_loops,
     )

@@ -196,7 +196,8 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
             f"module at {path}. Pass each module by itself."
         )
     for path, leaf in jax.tree.leaves_with_path(flax_nnx.opened(tree)[0]):
-        if not hasattr(leaf, "dtype") and (arrays or not isinstance(leaf, int | float | complex)):
+        is_number = isinstance(leaf, int | float | complex) and not arrays
+        if isinstance(leaf, type) or not (hasattr(leaf, "dtype") or is_number):
             raise UserError(
                 f"A tree to shard holds arrays only; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Close over "
                 "everything else (in equinox: params, static = eqx.partition(model, eqx.is_array))."

@@ -44,10 +44,10 @@ STRATEGIES: dict[StrategyName, Strategy] = {
 
 
 _CALLED = {
-    **dict.fromkeys(("fsdp", "fsdp2", "fullshard", "fullyshard"), "zero3"),
+    **dict.fromkeys(("fsdp", "fsdp2", "fullshard", "fullyshard", "fullyshardeddataparallel"), "zero3"),
     **dict.fromkeys(("hsdp", "hybridshard"), "zero3, with a replica axis in the mesh"),
     "shardgradop": "zero2",
-    **dict.fromkeys(("dp", "noshard", "pmap"), "ddp"),
+    **dict.fromkeys(("dp", "noshard", "pmap", "distributeddataparallel"), "ddp"),
     **dict.fromkeys(("zero", "deepspeed"), "zero1, zero2 or zero3, by its stage"),
 }
 """Another library's name for a strategy, in small letters and digits -> the strategy."""

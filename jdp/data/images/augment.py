@@ -72,7 +72,10 @@ class AugmentedImages:
             index: index of the sample, 0 to len - 1.
             epoch: not negative.
         """
-        top, left, coin, *shapes = _draw(self.seed, epoch, index)
+        # Raw bits, because NumPy may change a Generator's methods (NEP 19) but not a bit generator's stream.
+        # The counter's lowest word counts the words drawn.
+        key, counter = np.array([self.seed, _STREAM], np.uint64), np.array([0, index, epoch, 0], np.uint64)
+        top, left, coin, *shapes = np.random.Philox(key=key, counter=counter).random_raw(_WORDS).tolist()
         if self.resized_crop:
             samples: Any = self.samples
             sample = samples.part(range(len(self))[index], _drawn_part(self.resized_crop, top, left, shapes))
@@ -162,13 +165,6 @@ def _drawn_part(least: float, top: int, left: int, shapes: Sequence[int]) -> Cal
         return right, down, right + wide, down + high
 
     return part
-
-
-def _draw(seed: int, epoch: int, index: int) -> list[int]:
-    """Return a sample's random words in an epoch: raw bits, because NumPy may change a Generator's methods (NEP 19) but
-    not a bit generator's stream. The counter's lowest word counts the words drawn."""
-    key, counter = np.array([seed, _STREAM], np.uint64), np.array([0, index, epoch, 0], np.uint64)
-    return np.random.Philox(key=key, counter=counter).random_raw(_WORDS).tolist()
 
 
 def _window(image: NDArray[Any], down: int, right: int, fill: NDArray[Any]) -> NDArray[Any]:

@@ -74,21 +74,20 @@ def _read(found: Found, columns: Mapping[str, str]) -> Iterator["_Rows"]:
     for path in found.files:
         arrays = load_arrays(path)
         check_columns(str(path), list(arrays), columns)
-        values = {key: _lists_of_array(arrays[name], f"{name} of {path}") for key, name in columns.items()}
+        values = dict[str, Lists]()
+        for key, name in columns.items():
+            array = arrays[name]
+            if array.dtype.kind not in "iufb" or array.ndim not in (1, 2):
+                given = f"{array.dtype} {list(array.shape)} in {name} of {path}"
+                raise UserError(f"rows of ids are numbers [n] or [rows, n]; given {given}: convert them")
+            rows = np.atleast_2d(array)
+            values[key] = rows.reshape(-1), np.arange(len(rows) + 1) * rows.shape[1]
         yield _Rows(values, columns, str(path), range(len(values["ids"][1]) - 1))
     for rows in found.data_sets:
         check_columns(rows.name, rows.columns, columns)
         for table, numbers in pieces(rows):
             values = {key: _lists_of_column(table[name], name, rows.name) for key, name in columns.items()}
             yield _Rows(values, columns, rows.name, numbers)
-
-
-def _lists_of_array(array: NDArray[Any], name: str) -> Lists:
-    if array.dtype.kind not in "iufb" or array.ndim not in (1, 2):
-        given = f"{array.dtype} {list(array.shape)} in {name}"
-        raise UserError(f"rows of ids are numbers [n] or [rows, n]; given {given}: convert them")
-    rows = np.atleast_2d(array)
-    return rows.reshape(-1), np.arange(len(rows) + 1) * rows.shape[1]
 
 
 def _lists_of_column(column: Any, field: str, name: str) -> Lists:

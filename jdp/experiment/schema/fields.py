@@ -49,9 +49,9 @@ def _path(path: str) -> str:
     return path
 
 
-def _whole(value: int) -> int:
-    if abs(value) > _MOST_INT:
-        raise UserError(f"must be at most {_MOST_INT}, the largest whole number of 32 bits")
+def _require(value: Any, is_valid: bool, rule: str) -> Any:
+    if not is_valid:
+        raise UserError(rule)
     return value
 
 
@@ -92,24 +92,6 @@ def _prompts(prompts: Any) -> Any:
     return prompts
 
 
-def _batches(batches: Any) -> Any:
-    if batches != ALL and (type(batches) is not int or batches < 1):
-        raise UserError(f'must be 1 or more, or "{ALL}"')
-    return batches
-
-
-def _best(best: Any) -> Any:
-    if not isinstance(best, bool) and not (isinstance(best, str) and best):
-        raise UserError("must be true, false, or a metric of the evaluations, in quotes")
-    return best
-
-
-def _bool_or_auto(value: Any) -> Any:
-    if value != "auto" and not isinstance(value, bool):
-        raise UserError('must be true, false, or "auto", which leaves it to jdp')
-    return value
-
-
 def _rule(entries: Any) -> Any:
     """Return a rule as tuples: ["", "model", ["data", "model"]] is ("", "model", ("data", "model"))."""
     given = list(entries) if isinstance(entries, list | tuple) else [None]
@@ -120,7 +102,12 @@ def _rule(entries: Any) -> Any:
     return rule
 
 
-Whole = AfterValidator(_whole)
+_WHOLE = f"must be at most {_MOST_INT}, the largest whole number of 32 bits"
+_BATCHES = f'must be 1 or more, or "{ALL}"'
+_BEST = "must be true, false, or a metric of the evaluations, in quotes"
+_BOOL_OR_AUTO = 'must be true, false, or "auto", which leaves it to jdp'
+
+Whole = AfterValidator(lambda value: _require(value, abs(value) <= _MOST_INT, _WHOLE))
 Single = AfterValidator(_single)
 Positive = Annotated[int, Field(ge=1), Whole]
 Count = Annotated[int, Field(ge=0), Whole]
@@ -135,9 +122,17 @@ Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]
 MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
 Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(lambda value: _words(value, _PATTERN))]
 Prompts = Annotated[str | tuple[str, ...], PlainValidator(_prompts)]
-Batches = Annotated[int | typing.Literal["all"], PlainValidator(_batches)]
-Best = Annotated[bool | str, PlainValidator(_best)]
-BoolOrAuto = Annotated[bool | typing.Literal["auto"], PlainValidator(_bool_or_auto)]
+Batches = Annotated[
+    int | typing.Literal["all"],
+    PlainValidator(lambda value: _require(value, value == ALL or (type(value) is int and value >= 1), _BATCHES)),
+]
+Best = Annotated[
+    bool | str, PlainValidator(lambda value: _require(value, isinstance(value, bool | str) and value != "", _BEST))
+]
+BoolOrAuto = Annotated[
+    bool | typing.Literal["auto"],
+    PlainValidator(lambda value: _require(value, value == "auto" or isinstance(value, bool), _BOOL_OR_AUTO)),
+]
 CompilerTable = Annotated[CompilerPreset | dict[str, Any], PlainValidator(lambda value: Compiler.of(value).value)]
 Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
 

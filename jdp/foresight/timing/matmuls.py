@@ -42,7 +42,11 @@ LIBRARY_PRODUCTS = ("__cublas$", "__onednn$matmul", "__cudnn$conv")
 def _products(step: Instruction, computation: str, program: Program) -> Iterator[Product]:
     operands = [s for name in step.operands for s in program.by_name[computation][name].shapes[:1]]
     if step.opcode in ("dot", "scaled-dot"):
-        yield _dot(step, operands[0], operands[1])
+        (left_type, left), (right_type, right) = operands[:2]
+        batch = math.prod(left[d] for d in _dims(step, "lhs_batch_dims"))
+        k = math.prod(left[d] for d in _dims(step, "lhs_contracting_dims"))
+        m, n = (math.prod(shape) // max(1, batch * k) for shape in (left, right))
+        yield Product(batch, m, n, k, *_arithmetic(step, left_type, right_type))
     elif step.opcode == "convolution":
         yield _convolution(step, operands[1], step.shapes[0])
     elif step.opcode == "custom-call" and (target := custom_call_target(step)).startswith(LIBRARY_PRODUCTS):
@@ -56,12 +60,6 @@ def custom_call_target(step: Instruction) -> str:
     """Return the target of a custom call, such as "__cublas$gemm"; "" if the text lacks it."""
     match = re.search(r'custom_call_target="([^"]*)"', step.line)
     return match[1] if match else ""
-
-
-def _dot(step: Instruction, lhs: Shape, rhs: Shape) -> Product:
-    batch, k = (math.prod(lhs[1][d] for d in _dims(step, f"lhs_{which}_dims")) for which in ("batch", "contracting"))
-    m, n = (math.prod(shape) // max(1, batch * k) for _, shape in (lhs, rhs))
-    return Product(batch, m, n, k, *_arithmetic(step, lhs[0], rhs[0]))
 
 
 def _dims(step: Instruction, attribute: str) -> list[int]:

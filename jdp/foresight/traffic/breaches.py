@@ -150,7 +150,11 @@ class _Judge:
     def _reason(self, sent_by: MeshCollective, piece: Piece, parameters: tuple[Placement, ...]) -> Reason | None:
         """Return the fault of a tensor with these parameters' shape; None if the promise covers it."""
         c, step, row = sent_by.collective, self.step, self.step.plan.row
-        promise, size = self._promise(c.kind, parameters), piece.payload_bytes * c.count
+        promises, size = self.promised.of_kind(c.kind), piece.payload_bytes * c.count
+        if c.kind == "all-reduce" and row.shard_state:  # ddp's promise covers leaves that no dimension divides
+            whole = bool(parameters) and all(each.is_indivisible for each in parameters)
+            promises = [each for each in promises if (each.axes == step.plan.batch_axes) == whole]
+        promise = next(iter(promises), None)
         packed = self.promised.packed.get(c.kind, 0)  # codes, or parts of matrices, of any shape
         counts = packed and (not parameters or c.kind == "all-to-all")
         if counts and size <= TOLERANCE * self._use_up(("packed", (c.kind,)), packed, size):
@@ -209,14 +213,6 @@ class _Judge:
             words = f"is not sharded, so its gradient is summed on every device; it is {unsharded[0].reason}"
             return Reason(words, remedy, bytes_at_rest=sum(placement.bytes_per_device for placement in unsharded))
         return Reason("reduced whole on every device, although a shard would do", remedy)
-
-    def _promise(self, kind: str, parameters: tuple[Placement, ...]) -> Promise | None:
-        """Return the promise that covers these parameters: ddp's for leaves that no dimension divides."""
-        promises = self.promised.of_kind(kind)
-        if kind == "all-reduce" and self.step.plan.row.shard_state:
-            whole = bool(parameters) and all(each.is_indivisible for each in parameters)
-            promises = [each for each in promises if (each.axes == self.step.plan.batch_axes) == whole]
-        return next(iter(promises), None)
 
     def _allowance(self, promise: Promise, parameters: tuple[Placement, ...]) -> float:
         if promise.kind == "all-gather" and self.promised.gathered is not None:

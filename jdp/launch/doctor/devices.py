@@ -47,17 +47,13 @@ def examine_devices() -> list[Finding]:
     unused = has_nvidia() and devices[0].platform == "cpu"
     asked = unused and "cpu" in os.environ.get("JAX_PLATFORMS", "")
     found += "; this machine has an NVIDIA GPU, which JAX does not use" if unused else ""
-    judged = Finding.judged("devices", found, _gpu_remedy(), wrong=unused and not asked, note=asked)
+    remedy = "pip install 'jdp[cuda]'"
+    if hidden := [name for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES") if name in os.environ]:
+        remedy = f"unset {hidden[0]}, which is {os.environ[hidden[0]]!r}"
+    elif any(map(find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
+        remedy = "nvidia-smi must list the GPU; JAX's own lines above tell why its plugin does not start"
+    judged = Finding.judged("devices", found, remedy, wrong=unused and not asked, note=asked)
     return [judged, Finding("collectives", "ok", _library(devices[0].platform))]
-
-
-def _gpu_remedy() -> str:
-    for variable in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
-        if variable in os.environ:
-            return f"unset {variable}, which is {os.environ[variable]!r}"
-    if any(map(find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
-        return "nvidia-smi must list the GPU; JAX's own lines above tell why its plugin does not start"
-    return "pip install 'jdp[cuda]'"
 
 
 def _library(platform: str) -> str:

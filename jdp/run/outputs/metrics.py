@@ -92,7 +92,8 @@ class Metrics:
             self._purge_events_from(step)  # all of the step: the other rows are written again
             for row in read(self._file):
                 if row["step"] == step:
-                    metrics = {name: row[name] for name in _metrics_of(row) if isinstance(row[name], int | float)}
+                    scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
+                    metrics = {name: value for name, value in scalars.items() if name not in ("step", "time")}
                     self._write_event(step, row.get("time", 0.0), metrics)
         self.write(step, values)
 
@@ -184,11 +185,6 @@ def _scalar(name: str, value: Any) -> int | float:
     if array.ndim or (array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16"):
         raise UserError(f"A metric is one number; given {name}, {array.dtype}{list(array.shape)}: reduce it.")
     return float(array) if array.dtype.kind not in "biu" else int(array)
-
-
-def _metrics_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the metrics in a row of the file."""
-    return [name for name in row if name not in ("step", "time", "nonfinite")]
 
 
 def check_installed(wandb: str | None) -> None:

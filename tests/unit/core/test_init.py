@@ -135,6 +135,7 @@ def test_a_filled_array_does_not_compile_the_step_twice(init):
     ("init", "message"),
     [
         (lambda rng: {"w": jnp.zeros(8), "table": jnp.zeros(8, jnp.int32)}, "floating point.*; table is int32"),
+        (lambda rng: {"w": jnp.zeros(8), "dtype": jnp.float32}, "holds arrays only"),
         (lambda rng: {}, "given one without"),
         (lambda rng: nnx.Dropout(0.1, rngs=nnx.Rngs(rng)), "given one without"),
     ],

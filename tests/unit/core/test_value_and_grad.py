@@ -294,6 +294,7 @@ def closed_over():
 ARRAYS = r"A tree to shard holds arrays only; \['f'\] is "
 INSIDE = "A tree is one module, one nnx.Optimizer, or a pytree of arrays; given a "
 CALLS = {
+    "no loss": (lambda: jdp.value_and_grad(42, plan_of()), "A loss is a function of .*; given 42"),
     "too few": (lambda: gradient()(params(), batch_of()), "models, a batch and a key; given 2 arguments.*Call it as"),
     "argnums past the models": (
         lambda: jdp.value_and_grad(lambda *_: 0.0, plan_of(), argnums=1)(params(), batch_of(), KEY),

@@ -52,7 +52,8 @@ def sent_by(reduced, gathered):
 def test_the_saving_of_narrow_gradients(reduced, gathered):
     """Said where weights are gathered in 16 bits, and gradients are not reduced so."""
     made = estimate("zero1", gib=60)
-    sent = replace(made.report, theory=sent_by(reduced, gathered), wire_bytes_per_device=8 * GIB)
+    theory = sent_by(reduced, gathered)
+    sent = replace(made.report, theory=theory, wire_bytes_per_device=8 * GIB, partitioning="manual")
     _, why = words(replace(made, report=sent))
     sentence = '7 GiB of the 8 GiB sent; with reduce = "bf16" a device sends 4.5 GiB.'
     assert (sentence in why) == ((reduced, gathered) == (4, 2))

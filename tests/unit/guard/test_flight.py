@@ -29,6 +29,19 @@ def test_a_file_is_set_aside_when_it_has_grown_and_nothing_of_the_account_is_los
     assert kept == list(range(kept[0], 101)) and len(kept) > 10
 
 
+def test_many_incidents_leave_the_visit_known(tmp_path):
+    """A new file's first line keeps the visit's start beside the newest incidents."""
+    flight = Flight(tmp_path, 0, limit_bytes=40_000)
+    flight.event("start", rank=0, of=1)
+    flight.event("started", step=0, devices=8)
+    for step in range(1, 801):
+        flight.event("bad step", step=step, words="The loss is not finite.")
+    flight.close()
+    started, *incidents = history(read(flight.file))
+    assert (started["event"], started["devices"]) == ("started", 8)
+    assert incidents[-1]["step"] == 800 and len(incidents) >= 400
+
+
 def test_a_half_written_line_is_ended_and_left_out(tmp_path):
     (tmp_path / "rank-00000.jsonl").write_text('{"time": 1.0, "event": "start"}\n{"time": 2.0, "eve')
     flight = Flight(tmp_path, 0)
