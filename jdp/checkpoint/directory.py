@@ -110,7 +110,7 @@ class Checkpoints:
         self._mirror = None if mirror is None else Mirror(mirror, self.directory, self._retention)
         self._memory = MemoryCopies(self.directory, keep_in_memory) if keep_in_memory else None
         self._background = ThreadPoolExecutor(1, "jdp checkpoint")
-        hush()  # Orbax' threads log their errors; here they are raised instead
+        self._restore_logging = hush()  # Orbax' threads log their errors; here they are raised instead
         self._arrays: ocp.AsyncCheckpointer | None = open_writer()  # None: closed
 
     @property
@@ -335,6 +335,7 @@ class Checkpoints:
             self._background.shutdown()
             with suppress(OSError, ValueError):  # Orbax repeats the error of a save that failed
                 writer.close()
+            self._restore_logging()
             if self._mirror is not None:
                 self._mirror.close()
             if self._memory is not None:

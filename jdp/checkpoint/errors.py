@@ -100,7 +100,7 @@ def reading(what: str, fix: str) -> Generator[None]:
 
     MemoryError passes through.
     """
-    hush()
+    restore_logging = hush()
     try:
         yield
     except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
@@ -108,15 +108,22 @@ def reading(what: str, fix: str) -> Generator[None]:
     except Exception as error:
         problem = f"a file is damaged or missing: {_reason(error)}"
         raise DamagedError(f"{what} cannot be read; {problem}. {fix}.", problem) from error
+    finally:
+        restore_logging()
 
 
-def hush() -> None:
-    """Stop Orbax from printing tracebacks of errors that reach the caller as exceptions.
+def hush() -> Callable[[], None]:
+    """Stop Orbax from printing tracebacks of errors that reach the caller as exceptions; return an undo function.
 
     Orbax logs the errors in each of its threads. If one of several reads or writes fails, it drops the others, and
-    Python reports an "unraisable" exception for each.
+    Python reports an "unraisable" exception for each. Only these reports are dropped permanently.
     """
-    logging.getLogger("absl").addFilter(_is_not_orbax_error)
+    logger = logging.getLogger("absl")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or _ORBAX not in record.pathname
+
+    logger.addFilter(keep)
     if (hook := sys.unraisablehook) not in _hooks:
 
         def report(unraisable: Any) -> None:
@@ -128,13 +135,10 @@ def hush() -> None:
 
         _hooks.append(report)
         sys.unraisablehook = report
+    return lambda: logger.removeFilter(keep)
 
 
 _hooks: list[Any] = []
-
-
-def _is_not_orbax_error(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR or _ORBAX not in record.pathname
 
 
 def _reason(error: BaseException) -> str:

@@ -140,7 +140,8 @@ def _clear(staging: Path, old: Path) -> None:
     """Delete an earlier save's leftovers in the temporary folder. Raises CheckpointError for a folder of the user's."""
     for folder in (staging, old):
         is_own = upkeep.is_marked(folder) or is_checkpoint(folder)
-        if folder.is_symlink() or (folder.exists() and any(folder.iterdir()) and not is_own):
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+        if folder.is_symlink() or (folder.exists() and not is_empty and not is_own):
             raise CheckpointError(
                 f"{folder} is jdp's temporary folder for a checkpoint, but jdp did not write it. Move it away, or "
                 "choose another path."

@@ -131,7 +131,19 @@ class Record:
         for step, bounds in enumerate(self.widest):
             if not all(np.isfinite(x).all() for x in bounds.values()):
                 return (f"from step {step} on, rounding alone makes values infinite or NaN: any value passes",)
+        names = [name for name in self.values[0] if name.startswith("params/")]
+        if weak := [name for name in names if self._is_weak(name)]:
+            return (
+                f"in {len(weak)} of {len(names)} parameters, such as {weak[0]}, the bound is more than a tenth of the "
+                "change in these steps: an error of that size would pass; --precision fp32 tightens the bound",
+            )
         return ()
+
+    def _is_weak(self, name: str) -> bool:
+        """Return True if a parameter's bound is large compared with its change, after every step."""
+        first, *later = (values[name].astype(np.float32) for values in self.values)
+        changes, bounds = [np.abs(x - first).mean() for x in later], [each[name].mean() for each in self.widest[1:]]
+        return all(10 * bound > change for bound, change in zip(bounds, changes, strict=True))
 
     def _closest(self, step: int, name: str, value: Array) -> Closest:
         """Return the element of a leaf or metric that is closest to its bound."""

@@ -117,8 +117,9 @@ def _check(train_step: Any, steps: int) -> None:
         raise UserError("A proof runs in a single process; run it without jdp launch or Slurm.")
     if (count := train_step.plan.mesh.size) < 2:
         raise UserError(
-            f"A proof compares one device with several, so the plan needs at least 2; given {count}. Use virtual CPU "
-            'devices: --devices 8, or in Python jax.config.update("jax_num_cpu_devices", 8).'
+            f"A proof compares one device with several, so the plan needs at least 2; given {count}. Request virtual "
+            'CPU devices before any computation: --devices 8, or in Python jax.config.update("jax_platforms", "cpu") '
+            'and jax.config.update("jax_num_cpu_devices", 8).'
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,9 +112,13 @@ def verify(
 def _problem(folder: Path, name: str, size: int, digest: str) -> str:
     """Return the fault of a file, or ""."""
     try:
-        found = (folder / name).stat().st_size
-        if found != size:
-            return f"{name} has {found:,} bytes of {size:,}"
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            return f"{name} leads out of the checkpoint"
+        found = (folder / name).lstat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait
+            return f"{name} is not a file"
+        if found.st_size != size:
+            return f"{name} has {found.st_size:,} bytes of {size:,}"
         return "" if _hashed(folder / name) == (size, digest) else f"{name} has changed"
     except OSError as error:
         return _unread(name, error)

@@ -134,7 +134,7 @@ def _read_arrays(source: Source, wanted: Mapping[str, Any]) -> dict[str, Any]:
             x = shapes[path]
             empty = jax.numpy.zeros(x.shape, x.dtype)
             arrays[path] = x if isinstance(x, np.ndarray) else jax.device_put(empty, x.sharding)
-        elif isinstance(leaf, jax.Array) and not leaf.committed:  # free to move, as the target is
+        if isinstance(leaf, jax.Array) and not leaf.committed:  # free to move, as the target is
             arrays[path] = jax.numpy.asarray(np.asarray(arrays[path]))
         if _is_key(leaf):
             implementation = list[Any]()  # `key_impl` takes no abstract key

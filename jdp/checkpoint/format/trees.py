@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,19 +112,20 @@ def number_of(state: Any, step: Any) -> int:
 
 def to_json(value: Any, name: str) -> Any:
     """Return `value` after a round trip through JSON: numbers of NumPy and JAX become Python's, tuples lists."""
-
-    def plain(inner: Any) -> Any:
-        if isinstance(inner, np.generic | np.ndarray | jax.Array) and inner.ndim == 0 and inner.dtype.kind in "biufU":
-            return inner.item()
-        raise TypeError(f"it has {type(inner).__name__} {str(inner)[:50]!r}")
-
-    try:
-        return json.loads(json.dumps(value, default=plain))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{name} must be JSON: text, numbers, lists, objects, None; {error}. Put arrays into the state, or use "
-            ".tolist() for small ones."
-        ) from None
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise CheckpointError(f"{name} must be JSON, whose keys are text; {odd[0]!r} is not. Write str(...).")
+        return {key: to_json(inner, f"{name}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 and value.dtype.kind in "biufU":
+        return value.item()
+    raise CheckpointError(
+        f"{name} must be JSON: text, numbers, lists, objects, None; it is {type(value).__name__} {str(value)[:50]!r}. "
+        "Put arrays into the state, or use .tolist() for small ones."
+    )
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:

@@ -123,6 +123,7 @@ class MemoryCopies:
         # The newest generation of earlier visits stays until this visit has a complete one.
         newest = None if any(slot.step >= 0 for slot in self._slots) else max(self._found, default=None)
         self._here = {file: index for file, index in self._here.items() if index.key == newest}
+        self._found = {key: has for key, has in self._found.items() if key == newest}
         for file in folder.path.glob(FILES) if self._represents_host else ():
             if file not in self._here and not file.name.startswith(self._visit):
                 remove(file)

@@ -200,7 +200,8 @@ def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder. Name a file in it: {path.name}/model{SUFFIX}.")
     index, stale = _index_path(path), [path]
-    shards = path.parent.glob(f"{glob.escape(path.stem)}-*-of-*{SUFFIX}")
+    number = "[0-9]" * 5
+    shards = path.parent.glob(f"{glob.escape(path.stem)}-{number}-of-{number}{SUFFIX}")
     for file in filter(os.path.lexists, (index, *sorted(shards))):
         if _is_own(file):
             stale.append(file)

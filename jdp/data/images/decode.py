@@ -66,22 +66,12 @@ class Frame:
     size: tuple[int, int] | None
     channels: int  # 1 (grey), 3 (red, green, blue) or 4 (and opacity)
 
-    def decode(self, content: bytes | NDArray[np.uint8], part: Part | None = None) -> NDArray[np.uint8]:
-        """Return a picture, encoded or as values [height, width, channels], as uint8 [height, width, channels].
+    def decode(self, content: bytes, part: Part | None = None) -> NDArray[np.uint8]:
+        """Return an encoded picture as uint8 [height, width, channels]; raise ValueError if its values have 32 bits.
 
-        Raises ValueError if its values have 32 bits. part: the part to resize; None: the largest centred part of these
-        proportions.
+        part: the part to resize; None: the largest centred part of these proportions.
         """
-        if not isinstance(content, bytes):
-            height, width, channels = content.shape
-            if channels == self.channels and part is None and self.size in (None, (height, width)):
-                return content
-        pillow = optional("PIL.Image", "decoding an image")
-        with (
-            pillow.open(io.BytesIO(content))
-            if isinstance(content, bytes)
-            else pillow.fromarray(content if content.shape[2] > 1 else content[..., 0])
-        ) as image:
+        with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
             if image.mode in _UNCLEAR:
                 raise UserError(f"its values have 32 bits (mode {image.mode}), which define no white")
             box = None if self.size is None else _drafted(image, self.size, part)
@@ -90,6 +80,23 @@ class Frame:
                 picture = picture.resize(self.size[::-1], _BILINEAR, box=box, reducing_gap=2.0)
             values = np.asarray(picture)
         return values if values.ndim == 3 else values[:, :, None]
+
+    def fit(self, values: NDArray[np.uint8], part: Part | None = None) -> NDArray[Any]:
+        """Fit values [height, width, channels] to the size and channels; resized values are float32.
+
+        part: as for `decode`.
+        """
+        have = values.shape[2]
+        if have != self.channels and (have, self.channels) != (1, 3):
+            raise UserError(f"its {have} channels cannot become {self.channels}: set channels = {have}")
+        if self.size is not None and (part is not None or values.shape[:2] != self.size):
+            # Each channel on its own: Pillow would weight colours by a fourth channel, and round to whole numbers.
+            fromarray = optional("PIL.Image", "resizing an image").fromarray
+            planes = [fromarray(values[..., i].astype(np.float32)) for i in range(have)]
+            box, size = _drafted(planes[0], self.size, part), self.size[::-1]
+            planes = [plane.resize(size, _BILINEAR, box=box, reducing_gap=2.0) for plane in planes]
+            values = np.stack([np.asarray(plane) for plane in planes], axis=-1)
+        return values if have == self.channels else np.repeat(values, self.channels, axis=2)
 
 
 def _drafted(image: Any, size: tuple[int, int], part: Part | None) -> Box:

@@ -92,7 +92,8 @@ class ImageSamples:
 def decoded(pictures: Pictures, row: int, frame: Frame, part: Part | None = None) -> NDArray[Any]:
     """Return one picture [height, width, channels]. Raises ValueError if it cannot be read or decoded."""
     try:
-        return frame.decode(pictures.content(row), part)
+        content = pictures.content(row)
+        return frame.decode(content, part) if isinstance(content, bytes) else frame.fit(content, part)
     except Exception as error:  # a corrupt file makes Pillow's decoders raise nearly anything
         raise UserError(
             f"images must be readable; given {pictures.name_of(row)} (sample {row} of {pictures.name}): "

@@ -102,10 +102,17 @@ def _checked(path: Path, files: list[Path]) -> list[Path]:
 def _directory_files(directory: Path) -> list[Path]:
     every = [Path(folder, name) for folder, name in walk(directory) if not name.startswith(".")]
     files = [file for file in every if file.name.endswith(TEXT_SUFFIXES)]
+    rows = [file for file in every if builder_of(file.name) not in (None, "imagefolder") and file.suffix != ".json"]
     kinds, others = ", ".join(TEXT_SUFFIXES), len(every) - len(files)
+    if rows and files:
+        raise UserError(
+            f"a directory must hold one kind of data; given {directory} with {len(files)} files such as "
+            f"{files[0].name} and {len(rows)} such as {rows[0].name}: {read_by_datasets(directory, rows[0])}, or name "
+            f"the text by a glob, as {directory}/**/*{files[0].suffix}"
+        )
     if not files:
         example = f" such as {every[0].name}" if every else ""
-        fix = read_by_datasets(directory, every[0]) if every else "add some"
+        fix = read_by_datasets(directory, (rows or every)[0]) if every else "add some"
         given = f"{directory} with {others} other files{example}"
         raise UserError(f"a directory of text must hold {kinds} files; given {given}: {fix}")
     if others:

@@ -9,6 +9,7 @@ it) may name any file of this disk, and `datasets` would read it. So files outsi
 
 import glob
 import importlib
+import json
 import os
 import re
 from collections import defaultdict
@@ -131,6 +132,12 @@ def _load(datasets: Any, given: HubSource, source: str) -> tuple[str, Any]:
     """Return the name and the rows of the given split of a data set, or of its only split."""
     folder = None if given.builder or "://" in given.path else user_path(given.path)
     if folder is not None and ((folder / "dataset_dict.json").exists() or (folder / "state.json").exists()):
+        parts = [folder]
+        if (listed := folder / "dataset_dict.json").exists():
+            parts = [folder / name for name in json.loads(listed.read_bytes())["splits"]]
+        for part in parts:
+            named = json.loads((part / "state.json").read_bytes())["_data_files"]
+            check_files((str(part / entry["filename"]) for entry in named), folder)
         loaded = datasets.load_from_disk(str(folder))
         splits: dict[str, Any] = loaded if isinstance(loaded, dict) else {given.split or TRAIN: loaded}
     else:

@@ -90,6 +90,18 @@ def test_an_error_in_the_background_is_said_by_the_next_save_or_at_the_end(tmp_p
     assert names(tmp_path) == [".jdp-checkpoints"]
 
 
+def test_other_code_logs_through_absl_as_before(tmp_path, state):
+    """Orbax' errors are hidden only while a directory is open: a user's own Orbax logs through absl, too."""
+    before = [*logging.getLogger("absl").filters]
+    with jdp.Checkpoints(tmp_path / "many") as checkpoints:
+        checkpoints.save(state)
+        checkpoints.restore(target())
+        assert len(logging.getLogger("absl").filters) == len(before) + 1
+    jdp.save(tmp_path / "one", state)
+    jdp.restore(tmp_path / "one", target())
+    assert logging.getLogger("absl").filters == before
+
+
 def test_a_clock_that_jumps_during_a_save_is_no_time_that_it_took(tmp_path, state, monkeypatch):
     """As on a machine that was suspended for hours: by itself Orbax waits 20 minutes for a save."""
     wall, jumps = time.time, itertools.count()

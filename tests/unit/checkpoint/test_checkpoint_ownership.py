@@ -179,6 +179,9 @@ def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
     user_folder(tmp_path / ".two.old")
     with pytest.raises(jdp.CheckpointError, match=r"\.two\.old .*Move it away"):
         jdp.save(tmp_path / "two", at(base, 1))
+    (tmp_path / ".three.old").write_text("mine")
+    with pytest.raises(jdp.CheckpointError, match=r"\.three\.old .*Move it away"):
+        jdp.save(tmp_path / "three", at(base, 1))
     assert (tmp_path / ".one.saving" / "2024" / "notes.txt").exists()
     assert (tmp_path / ".two.old" / "2024" / "notes.txt").exists()
     jdp.save(tmp_path / "real", at(base, 1))
@@ -208,8 +211,8 @@ def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
         saved.save(at(base, 1), record, {"loss": np.float32(1)})
         assert saved.restore(target())[1] == {"a": 0.5, "b": 3, "c": 2.0, "d": True, "e": [[1]]}
         for bad, message in (
-            ({"deep": [np.zeros(2)]}, r"record must be JSON.*it has ndarray"),
-            ({"x": {(1,): 2}}, r"record must be JSON.*keys must be str"),
+            ({"deep": [np.zeros(2)]}, r"record\['deep'\]\[0\] must be JSON.*it is ndarray"),
+            ({"x": {1: 2}}, r"record\['x'\] must be JSON, whose keys are text; 1 is not"),
         ):
             with pytest.raises(jdp.CheckpointError, match=message):
                 saved.save(at(base, 2), bad)

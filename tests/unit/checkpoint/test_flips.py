@@ -2,6 +2,7 @@
 
 import filecmp
 import functools
+import os
 import shutil
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from damage import cut, flip, zero_page
 import jdp
 from jdp.base import notices
 from jdp.checkpoint import check
+from jdp.checkpoint.format import checksums
 
 SIZE = 640  # arrays of 1.6 MB: small ones are kept in files that have checksums of their own
 TX = optax.sgd(0.1, momentum=0.9)
@@ -188,3 +190,17 @@ def test_a_run_is_checked_by_its_folder_and_a_single_checkpoint_by_its_own(own, 
     jdp.save(tmp_path / "one", base)
     assert [(found.step, found.status) for found in check(str(tmp_path / "one"))] == [(None, "whole")]
     assert check(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("../outside", "leads out of the checkpoint"), ("link", "leads out of the checkpoint"), ("pipe", "is not a file")],
+)
+def test_a_forged_table_reads_nothing_outside_and_waits_for_nothing(own, name, message):
+    (own / "outside").write_text("secret")
+    (own / "2" / "link").symlink_to(own / "outside")
+    os.mkfifo(own / "2" / "pipe")
+    checksums.commit(own / "2", {name: (0, "0" * 32)})
+    with pytest.raises(jdp.CheckpointError, match=message):
+        jdp.restore(own / "2", target())
+    assert message in verdict_of(own)

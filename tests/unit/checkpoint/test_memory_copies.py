@@ -104,6 +104,15 @@ def test_storage_is_read_where_it_is_newer(tmp_path):
         assert checkpoints.restore(state_at(0))[1] == {"said": 8}
 
 
+def test_storage_is_read_once_copies_of_an_earlier_visit_are_replaced(tmp_path):
+    left_by(tmp_path, 3, 4, 7, stored=4)
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.restore(state_at(0))[1] == {"said": 7}
+        for step in (8, 9):
+            checkpoints.save_in_memory(state_at(step))
+        assert checkpoints.restore(state_at(0))[1] == {"said": 4}
+
+
 def half_written(memory, number):
     """The index of the newest is not there yet."""
     newest = max(memory.glob("*/*.json"), key=lambda file: file.stat().st_mtime_ns)

@@ -129,12 +129,14 @@ def test_an_export_onto_anothers_shards_is_refused_and_they_stay(tmp_path, limit
 
 def test_our_own_shards_give_way_and_what_has_come_in_their_place_stays(tmp_path):
     path = tmp_path / "m.safetensors"
+    export_safetensors(tmp_path / "m-lora.safetensors", TREE, max_shard_bytes=400)
+    another = names_in(tmp_path)
     export_safetensors(path, TREE, max_shard_bytes=400)
     third = tmp_path / "m-00003-of-00003.safetensors"
     save_file({"other": np.ones(3, np.float32)}, third)  # somebody else's by now
     export_safetensors(path, TREE, max_shard_bytes=800)
     ours = [*(f"m-0000{n}-of-00002.safetensors" for n in (1, 2)), "m.safetensors.index.json"]
-    assert names_in(tmp_path) == sorted([*ours, third.name])
+    assert names_in(tmp_path) == sorted([*ours, third.name, *another])
     assert load_file(third).keys() == {"other"}
 
 

@@ -72,6 +72,14 @@ def test_numbers_keep_all_their_bits(tmp_path):
     assert (read["many"].tolist(), read["wide"].tolist()) == ([2**40, 1], [1e300])
 
 
+def test_an_empty_array_stays_free_to_move(tmp_path):
+    tree = {"full": jax.numpy.ones(3), "empty": jax.numpy.zeros((0, 4))}
+    jdp.save(tmp_path / "one", tree)
+    read = jdp.restore(tmp_path / "one", tree)
+    assert [x.committed for x in tree.values()] == [x.committed for x in read.values()] == [False, False]
+    assert read["empty"].shape == (0, 4)
+
+
 def test_bad_trees_are_refused(saved, tmp_path):
     folder, tree = saved
     with jdp.Checkpoints(tmp_path) as checkpoints:

@@ -1,7 +1,9 @@
 """Data that is damaged, or names what is not its own: one error with the file's name; never a traceback or a wait."""
 
+import json
 import os
 
+import datasets
 import numpy as np
 import pytest
 from corpora import read_corpus
@@ -69,3 +71,15 @@ def test_a_card_names_files_of_its_folder(own_hub, tmp_path, named):
         return
     with pytest.raises(UserError, match=r"given .*other\.txt, which is outside of the folder"):
         hub_data(f"hf:{own}")
+
+
+def test_a_saved_data_set_that_names_files_outside_is_refused(own_hub, tmp_path):
+    own, both = tmp_path / "own", tmp_path / "both"
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(own)
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]})).save_to_disk(both)
+    assert hub_data(f"hf:{own}")[1].num_rows == hub_data(f"hf:{both}")[1].num_rows == 1
+    (both / "dataset_dict.json").write_text('{"splits": ["../own"]}')
+    (own / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../other.arrow"}]}))
+    for folder in (own, both):
+        with pytest.raises(UserError, match=r"other\.arrow, which is outside of the folder"):
+            hub_data(f"hf:{folder}")

@@ -12,6 +12,7 @@ from corpora import arrow_file, parquet
 from picture_files import CLASSES, LABELS, PIXELS, PNGS, folder_of, pixels_of, samples_of, write_pictures
 
 from jdp.data import global_batches
+from jdp.data.images.decode import Frame
 from jdp.data.images.samples import image_data
 
 datasets.disable_progress_bars()
@@ -32,12 +33,25 @@ def test_an_npz_of_images(tmp_path):
     assert image_data(tmp_path / "x.npz", channels=3).train[0]["images"].shape == (6, 5, 3)
     np.savez(tmp_path / "rgb.npz", images=PIXELS, labels=np.arange(30) % 3)
     assert image_data(tmp_path / "rgb.npz", size=4).shape == (4, 4, 3)
+    with pytest.raises(ValueError, match="its 3 channels cannot become 1: set channels = 3"):
+        image_data(tmp_path / "rgb.npz", channels=1)
     np.savez(tmp_path / "x.npz", images=PIXELS / 255, labels=np.arange(30))
     with pytest.raises(ValueError, match=r"images must be uint8 .* given float64 \[30, 6, 5, 3\]"):
         image_data(tmp_path / "x.npz")
     np.savez(tmp_path / "x.npz", x=PIXELS)
     with pytest.raises(ValueError, match=r"must have images and labels; given x in .*: rename the arrays"):
         image_data(tmp_path / "x.npz")
+
+
+def test_channels_of_an_array_are_resized_separately():
+    """A fourth is not taken for opacity, and nothing is rounded to whole numbers."""
+    values = np.random.default_rng(0).integers(0, 17, (2, 2, 4), np.uint8)
+    for have, channels in ((4, 4), (3, 3), (1, 3)):
+        mean = np.broadcast_to(values[..., :have].mean((0, 1)), channels)
+        np.testing.assert_allclose(Frame((1, 1), channels).fit(values[..., :have])[0, 0], mean, rtol=1e-6)
+    for have, channels in ((2, 1), (2, 3), (1, 4)):
+        with pytest.raises(ValueError, match=f"its {have} channels cannot become {channels}"):
+            Frame((1, 1), channels).fit(values[..., :have])
 
 
 def hub_table(names=CLASSES, **more):

@@ -166,6 +166,14 @@ def test_another_file_is_told_how_to_be_read(tmp_path, name, builder):
             read_corpus(source)
 
 
+def test_a_directory_of_text_and_rows_is_ambiguous(tmp_path):
+    (tmp_path / "README.md").write_text("about the rows")
+    parquet(tmp_path / "a.parquet", TABLE)
+    with pytest.raises(ValueError, match=r"one kind of data; .* 1 files such as README.md and 1 such as a.parquet: "):
+        read_corpus(tmp_path)
+    assert read_corpus(tmp_path / "*.md").documents == (b"about the rows",)
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [

@@ -275,7 +275,7 @@ SEVEN = {"data": lambda index: {name: rows[:7] for name, rows in batches(index).
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"devices": 1}, r"at least 2; given 1\. .*--devices 8.*jax_num_cpu_devices"),
+        ({"devices": 1}, r"at least 2; given 1\. .*before any.*--devices 8.*jax_platforms.*jax_num_cpu_devices"),
         ({"steps": 0}, "steps, the optimizer steps"),
         ({"accumulate": (0,)}, "accumulate is .*; given 0"),
         (NAN, "on one device is nan at"),
@@ -323,6 +323,17 @@ def test_numbers_that_are_none_do_not_pass_for_equal():
     values = {**values, "loss": np.float32(2), "grad_norm": np.float32(1)}
     record = twice(values, {**values, "a": np.float32([1, np.inf])})
     assert "from step 1 on, rounding alone" in record.notes()[0]
+
+
+@pytest.mark.parametrize(("change", "is_weak"), [(0, True), (0.1, True), (10, False)])
+def test_a_bound_above_a_tenth_of_the_change_is_said(change, is_weak):
+    record = Record(noise=1e-6)
+    for x in (0, change):
+        record.add({"loss": np.float32(1), "params/a": np.float32([x, x])})
+    record.widen(1, {"loss": np.float32(1), "params/a": np.float32([change + 0.1, change])})
+    record.close()
+    notes = ["in 1 of 1 parameters, such as params/a, the bound is more than a tenth of the change in these steps"]
+    assert [note.partition(":")[0] for note in record.notes()] == notes * is_weak
 
 
 # An experiment file
