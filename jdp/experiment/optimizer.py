@@ -19,7 +19,7 @@ from jdp.core.update.schedules import warmup
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.muon import VECTORS, muon
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.optimizer import USED_BY
+from jdp.experiment.schema.train import USED_BY
 from jdp.models import GPTConfig, ViTConfig
 
 

@@ -23,9 +23,8 @@ from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.data import Data, EvalSet
 from jdp.experiment.schema.fields import CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import Model, UnknownModel, model_table
-from jdp.experiment.schema.optimizer import LossTable, Optimizer
 from jdp.experiment.schema.rules import broken_rules
-from jdp.experiment.schema.train import ACCURACY, Guard, Sample, Train
+from jdp.experiment.schema.train import ACCURACY, Guard, LossTable, Optimizer, Sample, Train
 
 Kind = Literal["text", "images", "features", "own"]
 

@@ -15,8 +15,7 @@ from jdp.base.words import nearest
 from jdp.core.sharding.axes import REPLICA
 from jdp.experiment.schema.data import ARRAYS, words_of
 from jdp.experiment.schema.model import NEEDED
-from jdp.experiment.schema.optimizer import USED_BY
-from jdp.experiment.schema.train import BITS_PER_BYTE, OF_TEXT, tops
+from jdp.experiment.schema.train import BITS_PER_BYTE, OF_TEXT, USED_BY, tops
 from jdp.models.configs import GPTConfig
 
 _READ_FOR: dict[str, tuple[str, ...]] = {

@@ -11,7 +11,7 @@ from jdp.core.sharding.strategy import STRATEGIES
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, describe, from_table, load, to_toml
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.optimizer import USED_BY, Optimizer
+from jdp.experiment.schema.train import USED_BY, Optimizer
 from jdp.models import GPTConfig
 from jdp.models.sizes import SIZES
 
