@@ -13,14 +13,16 @@ something on idle cores only.
 - PyTorch: `peers_torch.py`, two processes with one thread each under DistributedDataParallel, eager and compiled, and
   fully sharded (FSDP2); "kept" keeps freed memory as jdp does.
 
-Measured 2026-11-22 on 2 x86 cores shared with others (load 10), jax 0.10.2: processor time of jdp's step, 247 ms, over
-that of each. PyTorch's rows are withdrawn: on AMD processors its MKL ran at less than half of its rate.
+Measured 2026-11-28 on two idle cores of an AMD EPYC, jax 0.10.2, PyTorch 2.13: processor time of jdp's step, 236 ms,
+over that of each. Matrix products: jax 101 GFLOP/s a core, PyTorch 98, and 108 when MKL takes the processor for
+Intel's, as here.
 
-    by hand, zero1         1.140 ± 0.048  (216 ms); ddp on 4 devices 1.048 ± 0.052, on 2 1.129 ± 0.048
+    by hand, zero1         1.305 ± 0.073  (184 ms); ddp on 4 devices 1.187 ± 0.048, on 2 1.331 ± 0.095
+    PyTorch DDP, compiled  1.459 ± 0.116  (165 ms); FSDP2, compiled 1.048 ± 0.072 (230 ms)
+    jdp zero3, 4 devices   0.765 ± 0.028  (325 ms)
 
-So the hand's step is 14 % faster, where 1 % was promised. Kept memory is worth a
-quarter: with JDP_FRESH_MEMORY=1 the same step took 358 ms where it took 271 (0.761 ± 0.030, load 12; 36,752 page faults
-a step, none kept).
+So the hand's step is 31 % faster, where 1 % was promised: `../LOG.md` says why. Kept memory is worth a quarter: with
+JDP_FRESH_MEMORY=1 a step took 358 ms where it took 271 (2026-11-22, load 12).
 """
 
 import os
