@@ -2,9 +2,9 @@
 
 1. The loop reports to the thread its next activity, and the end of each step. A step may take ten median steps, but at
    least `seconds`; rare work that compiles, reads or writes may take `first_seconds`.
-2. Other threads do what may block: one writes the log, and in a cluster one publishes the process' step once a second
-   in the coordination service, which works while the devices hang. A process whose deadline has passed publishes that
-   too; the others see it and stop. Process 0 notices a silent process, and all others notice a silent process 0. JAX's
+2. Other threads do what may block. One writes the log. In a cluster one publishes the process' step once a second in
+   the coordination service, which works while the devices hang. A process whose deadline has passed publishes that too;
+   the others see it and stop. Process 0 notices a silent process, and all others notice a silent process 0. JAX's
    heartbeats notice it later, abort all processes with 134, and name no process.
 3. Each process prints the stacks of its threads and which process is behind, and exits with 75: a supervisor restarts
    the job from its last checkpoint. The report has a thread of its own, because disks and pipes may hang too.
