@@ -143,7 +143,7 @@ class Record:
         """Return True if a parameter's bound is large compared with its change, after every step."""
         first, *later = (values[name].astype(np.float32) for values in self.values)
         changes, bounds = [np.abs(x - first).mean() for x in later], [each[name].mean() for each in self.widest[1:]]
-        return all(10 * bound > change for bound, change in zip(bounds, changes, strict=True))
+        return all(10 * bound > change or not change for bound, change in zip(bounds, changes, strict=True))
 
     def _closest(self, step: int, name: str, value: Array) -> Closest:
         """Return the element of a leaf or metric that is closest to its bound."""

@@ -182,7 +182,7 @@ def test_a_draw_whose_rows_cannot_be_told_sees_the_whole_batch(name):
     noise, key = noise_of_a_step({name: draw}, 3, None, 1, 4)
     expected = global_noise({name: draw}, key, 12)[name]
     np.testing.assert_allclose(noise[name], expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=f"{reason}.*({__file__}:|3 rows|draw otherwise)"):
+    with pytest.raises(ValueError, match=f"{reason}.*({__file__}:|3 rows|use another draw)"):
         noise_of_a_step({name: draw}, 3, "manual", 2, 2)
 
 
