@@ -110,4 +110,5 @@ def test_commands_extras_and_links_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"\.\[(\w+)\]", README)) <= extras.keys()
     assert set(re.findall(r"`jdp\.(\w+)", README)) <= {*jdp.__all__}
+    assert re.search(r"^pip install.*\[test\].*pytest", README, re.MULTILINE), "a line of its own, which .ci/run calls"
     assert jax.device_count() == 8
