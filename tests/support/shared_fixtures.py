@@ -43,3 +43,21 @@ def notices(caplog):
 def scikit_learn():
     """Import it for the tests that run: collecting them alone would take a second."""
     pytest.importorskip("sklearn")
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """The file of an experiment with samples, and the folder of its run on eight devices, sharded."""
+    from tiny_experiment import tables, write_tiny
+    from tiny_runs import train
+
+    course = {"steps": 6, "batch_size": 16, "eval_every": 2, "eval_batches": "all", "checkpoint_every": 3}
+    written = tables(
+        optimizer={"name": "adamw", "lr": 0.05},
+        train=course | {"eval_metrics": ["bits_per_byte"]},
+        sample={"prompt": ["de", "par"], "every": 2, "length": 5},
+    )
+    file = write_tiny(tmp_path_factory.mktemp("samples"), written)
+    code, folder = train(file, "--strategy", "zero3", "--train.checkpoint_every", "2", name="whole")
+    assert code == 0
+    return file, folder

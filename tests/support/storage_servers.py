@@ -4,6 +4,7 @@ import logging
 import zlib
 from collections.abc import Generator
 
+import fsspec
 import pytest
 
 
@@ -54,3 +55,31 @@ def google_bucket(monkeypatch) -> Generator[str]:
     yield "gs://box"
     gcsfs.GCSFileSystem.clear_instance_cache()
     server.stop()
+
+
+@pytest.fixture
+def quick_mirror(monkeypatch) -> None:
+    """A mirror looks for checkpoints at once, tries again soon, and says its notices anew."""
+    from jdp.base import notices
+    from jdp.checkpoint import errors, mirror
+
+    monkeypatch.setattr(mirror, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(errors, "_FIRST_PAUSE", 0.05)
+    notices._said.clear()
+
+
+def storage(address):
+    """Return the file system and the path of an address, listed anew at each call."""
+    return fsspec.core.url_to_fs(address, use_listings_cache=False)
+
+
+def copies(address):
+    """Return the steps with files in the mirror -> whether each is complete."""
+    fs, root = storage(address)
+    names = [path.removeprefix(f"{root}/").split("/", 1) for path in fs.find(root)]
+    return {int(step): [step, "checksums.json"] in names for step, _ in names}
+
+
+def whole(*steps):
+    """Return these steps, complete, as `copies` does."""
+    return dict.fromkeys(steps, True)

@@ -49,3 +49,8 @@ def rows(folder, *names):
 def saved_steps(folder):
     with Checkpoints(folder / "checkpoints") as saved:
         return saved.steps
+
+
+def sample_files(folder):
+    """Return the files of a run's samples by name, as text."""
+    return {path.name: path.read_text() for path in sorted(folder.glob("samples/*"))}

@@ -5,37 +5,15 @@ import signal
 import subprocess
 import sys
 
-import fsspec
 import jax.numpy as jnp
 import pytest
 from paths import ROOT
+from storage_servers import copies, whole
 
 import jdp
-from jdp.base import notices
-from jdp.checkpoint import errors, mirror
 from jdp.launch import launch
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(mirror, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(errors, "_FIRST_PAUSE", 0.05)
-    notices._said.clear()
-
-
-def storage(address):
-    return fsspec.core.url_to_fs(address, use_listings_cache=False)
-
-
-def copies(address):
-    """Return the steps with files in the mirror -> whether each is complete."""
-    fs, root = storage(address)
-    names = [path.removeprefix(f"{root}/").split("/", 1) for path in fs.find(root)]
-    return {int(step): [step, "checksums.json"] in names for step, _ in names}
-
-
-def whole(*steps):
-    return dict.fromkeys(steps, True)
+pytestmark = pytest.mark.usefixtures("quick_mirror")
 
 
 KILLED = """

@@ -10,43 +10,22 @@ import fsspec
 import pytest
 from own_process import python, start_python
 from paths import EXPERIMENTS
-from tiny_experiment import points_text, tables, write_points, write_tiny
-from tiny_runs import refused, rows, saved_steps, train
+from tiny_experiment import points_text, tables, write_points
+from tiny_runs import refused, rows, sample_files, saved_steps, train
 
 from jdp.cli.main import main
 from jdp.run.folder import LOCK
 from jdp.run.outputs.metrics import read
 
-TABLES = tables(
-    optimizer={"name": "adamw", "lr": 0.05},
-    train={"steps": 6, "batch_size": 16, "eval_every": 2, "eval_batches": "all", "checkpoint_every": 3}
-    | {"eval_metrics": ["bits_per_byte"]},
-    sample={"prompt": ["de", "par"], "every": 2, "length": 5},
-)
-
-
-def files(folder):
-    """The files of samples by name, as text."""
-    return {path.name: path.read_text() for path in sorted(folder.glob("samples/*"))}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The experiment's file, and the folder of its run on eight devices, sharded."""
-    file = write_tiny(tmp_path_factory.mktemp("samples"), TABLES)
-    code, folder = train(file, "--strategy", "zero3", "--train.checkpoint_every", "2", name="whole")
-    assert code == 0
-    return file, folder
-
 
 @pytest.mark.rest
-def test_two_processes_write_what_one_writes(trained):
+def test_two_processes_write_what_one_writes(sampled):
     """2 processes x 4 devices over Gloo, which adds in another order: the texts are equal, the losses within 1e-5."""
-    file, folder = trained
+    file, folder = sampled
     words = ["tiny.toml", "--name", "two", "--strategy", "zero3"]
     done = python("-m", "jdp", "launch", "-n", "2", "--devices-per-process", "4", "--", *words, cwd=file.parent)
     assert done.returncode == 0, done.stderr
-    one, two = files(folder), files(file.parent / "runs" / "two")
+    one, two = sample_files(folder), sample_files(file.parent / "runs" / "two")
     assert one.keys() == two.keys()
     for name in one:
         rows = [[json.loads(line) for line in run[name].splitlines()] for run in (one, two)]

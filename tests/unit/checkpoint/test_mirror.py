@@ -9,19 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from storage_servers import copies, storage, whole
 
 import jdp
-from jdp.base import notices
 from jdp.checkpoint import errors, mirror
 
 PLAN = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=1)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(mirror, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(errors, "_FIRST_PAUSE", 0.05)
-    notices._said.clear()
+pytestmark = pytest.mark.usefixtures("quick_mirror")
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +43,6 @@ def train(folder, address, base, steps, **options):
         for step in steps:
             saved.save(at(base, step), {"step": step}, {"loss": abs(step - 2)})
     return began
-
-
-def storage(address):
-    return fsspec.core.url_to_fs(address, use_listings_cache=False)
-
-
-def copies(address):
-    """Return the steps with files in the mirror -> whether each is complete."""
-    fs, root = storage(address)
-    names = [path.removeprefix(f"{root}/").split("/", 1) for path in fs.find(root)]
-    return {int(step): [step, "checksums.json"] in names for step, _ in names}
-
-
-def whole(*steps):
-    return dict.fromkeys(steps, True)
 
 
 @pytest.fixture(params=["bucket", "google_bucket"])

@@ -4,36 +4,14 @@ import json
 import signal
 
 import pytest
-from tiny_experiment import tables, write_tiny
-from tiny_runs import refused, stopped_at, train
+from tiny_runs import refused, sample_files, stopped_at, train
 
 from jdp.cli.main import main
 from jdp.run.signals import StopRequest
 
-TABLES = tables(
-    optimizer={"name": "adamw", "lr": 0.05},
-    train={"steps": 6, "batch_size": 16, "eval_every": 2, "eval_batches": "all", "checkpoint_every": 3}
-    | {"eval_metrics": ["bits_per_byte"]},
-    sample={"prompt": ["de", "par"], "every": 2, "length": 5},
-)
 
-
-def files(folder):
-    """The files of samples by name, as text."""
-    return {path.name: path.read_text() for path in sorted(folder.glob("samples/*"))}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The experiment's file, and the folder of its run on eight devices, sharded."""
-    file = write_tiny(tmp_path_factory.mktemp("samples"), TABLES)
-    code, folder = train(file, "--strategy", "zero3", "--train.checkpoint_every", "2", name="whole")
-    assert code == 0
-    return file, folder
-
-
-def test_samples_are_what_one_device_writes_from_the_checkpoint_of_their_step(trained, capsys):
-    _, folder = trained
+def test_samples_are_what_one_device_writes_from_the_checkpoint_of_their_step(sampled, capsys):
+    _, folder = sampled
     assert sorted(path.name for path in (folder / "samples").iterdir()) == ["2.jsonl", "4.jsonl", "6.jsonl"]
     texts = set()
     for step in (2, 4, 6):
@@ -50,19 +28,19 @@ def test_samples_are_what_one_device_writes_from_the_checkpoint_of_their_step(tr
 
 @pytest.mark.rest
 @pytest.mark.parametrize("step", [3, 4])
-def test_a_run_that_is_stopped_writes_the_same_samples(trained, step):
+def test_a_run_that_is_stopped_writes_the_same_samples(sampled, step):
     """At step 4 both are due, and the visit after the stop makes them."""
-    file, folder = trained
+    file, folder = sampled
     name = f"stopped-{step}"
     with stopped_at(step):
         assert train(file, "--strategy", "zero3", name=name)[0] != 0
     code, again = train(file, "--strategy", "zero3", name=name)
-    assert code == 0 and files(again) == files(folder)
+    assert code == 0 and sample_files(again) == sample_files(folder)
 
 
 @pytest.mark.rest
-def test_a_signal_during_an_evaluation_leaves_the_sample_to_the_next_visit(trained):
-    file, folder = trained
+def test_a_signal_during_an_evaluation_leaves_the_sample_to_the_next_visit(sampled):
+    file, folder = sampled
 
     def poll(self):
         self.signal = signal.SIGINT
@@ -71,14 +49,14 @@ def test_a_signal_during_an_evaluation_leaves_the_sample_to_the_next_visit(train
     with stopped_at(99) as patched:
         patched.setattr(StopRequest, "poll", poll)
         code, stopped = train(file, "--strategy", "zero3", name="evaluating")
-    assert code == 130 and not files(stopped)
+    assert code == 130 and not sample_files(stopped)
     code, again = train(file, "--strategy", "zero3", name="evaluating")
-    assert code == 0 and files(again) == files(folder)
+    assert code == 0 and sample_files(again) == sample_files(folder)
 
 
 @pytest.mark.rest
-def test_without_every_there_is_a_sample_at_the_end(trained, capsys):
-    file, _ = trained
+def test_without_every_there_is_a_sample_at_the_end(sampled, capsys):
+    file, _ = sampled
     code, folder = train(file, "--sample.every", "0", "--train.steps", "1", "--sample.prompt", "me", name="end")
     text = json.loads((folder / "samples/1.jsonl").read_text())["text"]
     assert code == 0 and [path.name for path in (folder / "samples").iterdir()] == ["1.jsonl"]
@@ -97,15 +75,15 @@ def test_without_every_there_is_a_sample_at_the_end(trained, capsys):
         ("data.ids", "input_ids", "[sample] is for a GPT and text with a known data.tokenizer"),
     ],
 )
-def test_bad_keys_are_refused_before_a_run_begins(trained, capsys, key, given, fix):
-    file, _ = trained
+def test_bad_keys_are_refused_before_a_run_begins(sampled, capsys, key, given, fix):
+    file, _ = sampled
     error = refused(capsys, "train", file, "--name", "bad", f"--{key}", given)
     assert fix in error and not (file.parent / "runs" / "bad").exists()
 
 
 @pytest.mark.parametrize("prompt", ["[]", '""', '["a", ""]', '["a", 3]'])
-def test_prompts_are_texts(trained, capsys, prompt):
-    file, _ = trained
+def test_prompts_are_texts(sampled, capsys, prompt):
+    file, _ = sampled
     bad = file.with_name("bad.toml")
     bad.write_text(file.read_text().replace('["de", "par"]', prompt))
     assert "sample.prompt must be text" in refused(capsys, "train", bad)
