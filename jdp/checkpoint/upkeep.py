@@ -12,14 +12,16 @@ error lets the user decide. Steps that a run abandons by `go_back`, damaged or n
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import jax
 
@@ -79,6 +81,28 @@ def make_directory(directory: Path) -> None:
                 f"empty folder, such as {directory / 'checkpoints'}."
             )
         warn(f"{directory}: {name} has no {COMMITTED} and is ignored")
+
+
+def claim(directory: Path) -> BinaryIO:
+    """Return the marker file, locked until `release`: one process at a time saves. Raises CheckpointError."""
+    marker = (directory / MARKER).open("ab")
+    try:
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        marker.close()
+        raise CheckpointError(
+            "one process at a time saves in a directory, and another is saving there; end that run, or choose another "
+            "directory"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return marker
+
+
+def release(marker: BinaryIO) -> None:
+    """Unlock the marker file; to close it is not enough if this process has forked meanwhile."""
+    with marker, suppress(OSError):
+        fcntl.flock(marker, fcntl.LOCK_UN)
 
 
 def mark(directory: Path) -> None:

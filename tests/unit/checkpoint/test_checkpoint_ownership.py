@@ -3,6 +3,7 @@ ours; and what it cannot take is refused in words."""
 
 import functools
 import shutil
+import threading
 from dataclasses import replace
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 import jdp
 from jdp.base import notices
+from jdp.checkpoint.format import checksums
 from jdp.export import export_safetensors
 
 PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
@@ -220,3 +222,30 @@ def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
             saved.save(at(base, 2), metrics={"loss": None})
         saved.save(at(base, 2), {"n": 2})
         assert saved.restore(target())[1] == {"n": 2}
+
+
+def test_two_writers_do_not_share_a_save(tmp_path, base, monkeypatch):
+    ready, commit = threading.Event(), checksums.commit
+    monkeypatch.setattr(checksums, "commit", lambda *given: (ready.wait(10), commit(*given)))
+    with jdp.Checkpoints(tmp_path) as first, jdp.Checkpoints(tmp_path) as second:
+        first.save(at(base, 1))
+        for step in (1, 2):
+            with pytest.raises(jdp.CheckpointError, match=f"{step} was not saved in .*: one process at a time"):
+                second.save(at(base, step))
+        ready.set()
+        first.wait()
+        second.save(at(base, 2))
+    assert names(tmp_path) == ["1", "2"] and weight(tmp_path, 1) == 1
+
+
+def test_a_run_from_an_earlier_step_mixes_no_pasts(tmp_path, base):
+    fill(tmp_path, base, 1, 2, 3)
+    with jdp.Checkpoints(tmp_path) as saved:
+        saved.restore(target(), 1)
+        with pytest.raises(jdp.CheckpointError, match=r"has 2, 3, and the new step is 4, after 1.*go_back\(1\)"):
+            saved.save(at(base, 4))
+        saved.go_back(1)
+        saved.save(at(base, 4))
+        saved.restore(target(), 1)  # to compare
+        saved.save(at(base, 5))
+    assert names(tmp_path) == ["1", "4", "5", "abandoned-1"]
