@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -41,14 +40,6 @@ from jdp.core.cluster.barrier import from_every_process, from_first_process
 from jdp.core.types import PyTree
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Saving:
-    """The checkpoint that is being written in the background."""
-
-    step: int
-    commit: Future[None]
 
 
 class Checkpoints:
@@ -108,7 +99,7 @@ class Checkpoints:
         self._reached: int | None = None  # the newest of them
         self._claim: BinaryIO | None = None  # of process 0, during a save
         self._last_arrays: list[weakref.ref[jax.Array]] = []  # of its state
-        self._saving: Saving | None = None
+        self._saving: tuple[int, Future[None]] | None = None  # the step that is being written, and its commit
         self._mirror = None if mirror is None else Mirror(mirror, self.directory, self._retention)
         self._memory = MemoryCopies(self.directory, keep_in_memory) if keep_in_memory else None
         self._background = ThreadPoolExecutor(1, "jdp checkpoint")
@@ -124,7 +115,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Return all steps, committed by any process or being written by this one, oldest first."""
-        saving = [] if self._saving is None else [self._saving.step]
+        saving = self._saving[:1] if self._saving else ()
         return sorted({*upkeep.committed_steps(self.directory), *saving})
 
     @property
@@ -192,7 +183,7 @@ class Checkpoints:
             on_first_process(self._begin)
             self._leave_memory()
             self._arrays.save(self._staging(step) / ARRAYS, args=ocp.args.PyTreeSave(leaves), force=True)
-        self._saving = Saving(step, self._background.submit(self._commit, self._arrays, step, description, name))
+        self._saving = step, self._background.submit(self._commit, self._arrays, step, description, name)
         self._last, self._reached, self._last_arrays = step, step, state_arrays
 
     def go_back(self, step: int) -> None:
@@ -319,9 +310,9 @@ class Checkpoints:
         """
         if self._saving is None:
             return
-        step = self._saving.step
+        step, commit = self._saving
         with self._save_errors(step):
-            self._saving.commit.result()
+            commit.result()
         self._saving = None
         note_progress(step)
 
@@ -380,7 +371,6 @@ class Checkpoints:
     # Writing.
 
     def _staging(self, step: int) -> Path:
-        """Return the temporary folder for writing a step."""
         return self.directory / f"{upkeep.SAVING}{step}"
 
     def _check_newest(self, step: int) -> None:
@@ -422,10 +412,7 @@ class Checkpoints:
             )
 
     def _commit(self, writer: ocp.AsyncCheckpointer, step: int, description: Mapping[str, Any], name: str) -> None:
-        """Wait for the arrays, then hash and commit the checkpoint. Runs in the background, on every process.
-
-        All processes identify the directory by `name`, process 0's path.
-        """
+        """Wait for the arrays, then hash and commit the checkpoint, in the background. `name` is process 0's path."""
         writer.wait_until_finished()
         folder, process = self._staging(step), jax.process_index()
         share, problem = checksums.Files(), 0
@@ -477,5 +464,4 @@ class Checkpoints:
 
 
 def _references(leaves: Mapping[str, Any]) -> list[weakref.ref[jax.Array]]:
-    """Return weak references to the arrays among the leaves of a state."""
     return [weakref.ref(leaf) for leaf in leaves.values() if isinstance(leaf, jax.Array)]

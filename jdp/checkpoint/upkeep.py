@@ -50,7 +50,6 @@ _LEFTOVER = re.compile(rf"({re.escape(SAVING)}|{re.escape(DELETED)})({_STEP.patt
 
 
 def numbered_steps(directory: Path) -> list[int]:
-    """Return the numbers that name entries of a directory, in order."""
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if _STEP.fullmatch(path.name))
@@ -62,7 +61,6 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def is_marked(directory: Path) -> bool:
-    """Return True if jdp has written to a directory."""
     return (directory / MARKER).is_file()
 
 
@@ -155,7 +153,7 @@ def abandon(directory: Path, names: Sequence[str]) -> Path:
 
 
 def set_damaged_aside(directory: Path, step: int) -> str:
-    """Rename the folder of a damaged step to `damaged-STEP`, and return its new name."""
+    """Rename the folder of a damaged step, and return its new name."""
     folder, name, number = directory / str(step), f"{DAMAGED}{step}", 1
     while os.path.lexists(directory / name):
         number += 1
@@ -196,7 +194,6 @@ class Retention:
         return max(scores)[1] if scores else None
 
     def kept(self, metrics: Metrics) -> set[int]:
-        """Return the steps to keep."""
         steps = sorted(metrics)
         kept = {*steps} if self.keep is None else {*steps[-self.keep :]}
         kept |= {step for step in steps if self.keep_every is not None and step % self.keep_every == 0}

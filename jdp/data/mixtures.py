@@ -83,8 +83,6 @@ class MixedSamples:
 
 @dataclass(frozen=True, eq=False)
 class Concatenated:
-    """Sources one after another."""
-
     sources: tuple[Source, ...]
 
     def __len__(self) -> int:

@@ -51,17 +51,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of one process' parts of one step.
-
-    Attributes:
-        key: the generation.
-        head: the entries that all processes share, by `head`.
-        parts: number -> part, of this process.
-    """
+    """The index of one process' parts of one step."""
 
     key: Key
-    head: Mapping[str, Any]
-    parts: Mapping[int, Part]
+    head: Mapping[str, Any]  # the entries that all processes share
+    parts: Mapping[int, Part]  # by number
 
 
 class Slot:
@@ -121,7 +115,6 @@ def indexes(folder: Path) -> dict[Path, Index]:
 
 
 def remove(file: Path) -> None:
-    """Remove a file of parts, and its index."""
     _index_of(file).unlink(missing_ok=True)
     file.unlink(missing_ok=True)
 
@@ -132,7 +125,6 @@ def packed(value: Any) -> str:
 
 
 def unpacked(text: str) -> Any:
-    """Return the value in a text of `packed`."""
     return json.loads(zlib.decompress(base64.b85decode(text)))
 
 

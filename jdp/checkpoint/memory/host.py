@@ -106,7 +106,6 @@ class RunFolder:
         )
 
     def remove(self) -> None:
-        """Remove the folder at the end of the run."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:

@@ -42,7 +42,6 @@ class Grid:
 
     @property
     def part_bytes(self) -> int:
-        """The bytes of one part."""
         return math.prod(self.chunk) * np.dtype(self.dtype).itemsize
 
     def number(self, index: Index) -> int:
@@ -53,27 +52,16 @@ class Grid:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of all arrays, and this process' share of the writing.
+    """The parts of all arrays, and this process' share of the writing. A part is a path, its number and a device."""
 
-    Attributes:
-        grids: path -> grid, in the order of the parts' numbers.
-        total: number of parts.
-        own: the parts that this process writes from its devices: path, number, device.
-        kept: the parts of the previous host that this process keeps, as `neighbour` delivers them.
-        sent: paths of the arrays with parts to send.
-        alone: paths of the arrays with parts on one host that no other host gets.
-        route: pairs of places in the mesh, from a device to a device of the next host.
-        host_bytes: bytes of one generation on the fullest host.
-    """
-
-    grids: Mapping[str, Grid]
-    total: int
-    own: Sequence[tuple[str, int, Device]]
-    kept: Sequence[tuple[str, int, Device]]
-    sent: Sequence[str]
-    alone: Sequence[str]
-    route: tuple[tuple[int, int], ...]
-    host_bytes: int
+    grids: Mapping[str, Grid]  # by path, in the order of the parts' numbers
+    total: int  # number of parts
+    own: Sequence[tuple[str, int, Device]]  # that this process writes from its devices
+    kept: Sequence[tuple[str, int, Device]]  # of the previous host, that this process keeps
+    sent: Sequence[str]  # paths of the arrays with parts to send
+    alone: Sequence[str]  # paths of the arrays with parts on one host that no other host gets
+    route: tuple[tuple[int, int], ...]  # pairs of places in the mesh: a device, and a device of the next host
+    host_bytes: int  # of one generation on the fullest host
 
 
 def layout(arrays: Mapping[str, Any], hosts: Sequence[int], me: int) -> Layout:

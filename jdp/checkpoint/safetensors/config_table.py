@@ -60,7 +60,6 @@ class Table:
         return default if value is None else value
 
     def wrong(self, key: str, rule: str, value: object) -> CheckpointError:
-        """Return the error for a value that breaks a rule."""
         return CheckpointError(
             f"{self.file}: {self.place}{key} must be {rule} for a model that jdp builds; given {shortened(value)}. "
             "Use such a model, or correct the file."
@@ -84,7 +83,6 @@ def read_json(file: Path) -> Any:
 
 
 def write_json(file: Path, keys: Mapping[str, Any]) -> None:
-    """Write a JSON file."""
     try:
         file.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

@@ -147,5 +147,4 @@ def _resolved(config: GPTConfig) -> GPTConfig:
 
 
 def _toml(value: object) -> str:
-    """Return the value in the syntax of an experiment file."""
     return "none" if value is None else json.dumps(value)
