@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -138,9 +139,7 @@ def names_after(directory: Path, step: int) -> list[str]:
 
 def abandon(directory: Path, names: Sequence[str]) -> Path:
     """Move these folders into a new folder `abandoned-N`, and return it."""
-    number = 1
-    while (aside := directory / f"{ABANDONED}{number}").exists() or aside.is_symlink():
-        number += 1
+    aside = next(filter(_is_free, (directory / f"{ABANDONED}{number}" for number in count(1))))
     aside.mkdir()
     for name in names:
         folder = directory / name
@@ -154,12 +153,14 @@ def abandon(directory: Path, names: Sequence[str]) -> Path:
 
 def set_damaged_aside(directory: Path, step: int) -> str:
     """Rename the folder of a damaged step, and return its new name."""
-    folder, name, number = directory / str(step), f"{DAMAGED}{step}", 1
-    while os.path.lexists(directory / name):
-        number += 1
-        name = f"{DAMAGED}{step}-{number}"
-    folder.rename(directory / name)
-    return name
+    names = chain([f"{DAMAGED}{step}"], (f"{DAMAGED}{step}-{number}" for number in count(2)))
+    aside = next(filter(_is_free, (directory / name for name in names)))
+    (directory / str(step)).rename(aside)
+    return aside.name
+
+
+def _is_free(path: Path) -> bool:
+    return not os.path.lexists(path)
 
 
 # Which checkpoints to keep.
@@ -178,9 +179,9 @@ class Retention:
     mode: str
 
     def __post_init__(self) -> None:
-        for name, count in (("keep", self.keep), ("keep_every", self.keep_every)):
-            if count is not None and (not is_integer(count) or count < 1):
-                raise UserError(f"{name} is a positive number of steps or None; given {count!r}. Give 1 or more.")
+        for name, steps in (("keep", self.keep), ("keep_every", self.keep_every)):
+            if steps is not None and (not is_integer(steps) or steps < 1):
+                raise UserError(f"{name} is a positive number of steps or None; given {steps!r}. Give 1 or more.")
         if self.mode not in ("min", "max"):
             raise UserError(
                 f'mode is "min" or "max"; given {self.mode!r}. Use "min" for a loss, "max" for an accuracy.'

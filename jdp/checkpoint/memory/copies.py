@@ -1,9 +1,8 @@
 """The copies of a run's state in its hosts' memory: two generations, one of them always complete.
 
-A save waits until the previous generation is committed on every process, copies this process' parts and those of the
-neighbouring host into the slot with the older generation, and hashes them in the background. If one process cannot
-copy, all stop, because a partial generation is useless. The next start finds the generations that are complete over all
-hosts.
+A save waits until the previous generation is committed on every process. Then it copies this process' parts and those
+of the neighbouring host into the slot with the older generation. They are hashed in the background. If one process
+cannot copy, all stop, because a partial generation is useless. The next start finds the generations that all hosts complete.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads a generation: this host's parts from its memory, other parts from the hosts that have them.
 
 Each process verifies the parts that it needs from this host, and publishes the numbers of missing parts. One process of
-a host that has a missing part puts its bytes into a buffer, and the devices add up the buffers of all processes: at
-each byte all but one are zero. `received` sends each device's parts to a device of the next host.
+a host that has a missing part puts its bytes into a buffer. The devices add up the buffers of all processes; at each
+byte all but one are zero. `received` sends each device's parts to a device of the next host.
 """
 
 from __future__ import annotations

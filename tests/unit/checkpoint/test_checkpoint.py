@@ -107,7 +107,7 @@ def saved(tmp_path_factory):
     ],
 )
 @pytest.mark.default_ids("ddp-axes0", "zero2-axes1", "zero3-axes3", "zero1-axes4")
-def test_a_state_is_restored_bit_by_bit_onto_any_plan(saved, strategy, axes):
+def test_a_state_is_restored_onto_any_plan(saved, strategy, axes):
     directory, want = saved
     plan = plan_of(strategy, **axes)
     with jdp.Checkpoints(directory) as checkpoints:
@@ -122,7 +122,7 @@ def test_a_state_is_restored_bit_by_bit_onto_any_plan(saved, strategy, axes):
     assert state.static == target(plan).static
 
 
-def test_a_restored_run_goes_on_as_if_it_had_never_stopped(tmp_path):
+def test_a_restored_run_goes_on(tmp_path):
     with jdp.Checkpoints(tmp_path) as checkpoints:
         state = trained(steps=2)
         checkpoints.save(state)
@@ -176,7 +176,7 @@ def test_a_partly_trained_model_is_saved_whole(tmp_path):
 # Parameters only.
 
 
-def test_parameters_only_reads_neither_the_optimizer_nor_the_counters(network_saved):
+def test_only_parameters_are_read(network_saved):
     path, want = network_saved
     aim = target(plan_of("ddp", data=2), network, optax.identity())
     state = jdp.restore_params(path, aim)
@@ -192,7 +192,7 @@ def bits_of_arrays(state):
     return {name: np.asarray(x) for name, x in leaves.items() if not isinstance(x, jax.ShapeDtypeStruct)}
 
 
-def test_parameters_that_a_checkpoint_may_lack_keep_their_values(tmp_path):
+def test_missing_parameters_keep_their_values(tmp_path):
     base = jdp.init_state(small, TX, plan_of(data=1), rng=jax.random.key(0))
     jdp.save(tmp_path / "base", base)
 
@@ -251,7 +251,7 @@ def test_the_newest_are_kept(tmp_path, keep, left):
 @pytest.mark.parametrize(
     ("mode", "best", "left"), [("min", 4, [3, 4, 6, 8, 9]), ("max", 1, [1, 3, 6, 8, 9]), (None, None, [3, 6, 8, 9])]
 )
-def test_the_newest_every_nth_and_the_best_are_kept_together(tmp_path, mode, best, left):
+def test_rules_of_retention_add_up(tmp_path, mode, best, left):
     losses = {1: 9.0, 2: 3.0, 4: 1.0, 5: float("nan"), 8: 2.0}
     kinds = {"best": "eval_loss", "mode": mode} if mode else {}
     with jdp.Checkpoints(tmp_path, keep=2, keep_every=3, **kinds) as checkpoints:
@@ -269,7 +269,7 @@ def test_the_newest_every_nth_and_the_best_are_kept_together(tmp_path, mode, bes
             assert float(again.restore_params(tiny_target(), "best").params["w"][0]) == best
 
 
-def test_the_newest_of_equals_is_the_best_and_what_is_not_finite_never_is(tmp_path):
+def test_the_newest_of_equals_is_the_best(tmp_path):
     with jdp.Checkpoints(tmp_path, keep=1, best="loss") as checkpoints:
         checkpoints.save(tiny(1), metrics={"loss": float("-inf")})
         assert checkpoints.best is None
@@ -305,7 +305,7 @@ def test_a_checkpoint_is_named_by_the_batches_consumed(tmp_path):
 
 
 @pytest.mark.parametrize("step", [0, 4, 99])
-def test_a_missing_checkpoint_is_named_with_those_there_are(tmp_path, step):
+def test_a_missing_checkpoint_is_named(tmp_path, step):
     fill(tmp_path, 1, 3, 5)
     with (
         jdp.Checkpoints(tmp_path) as checkpoints,
@@ -314,7 +314,7 @@ def test_a_missing_checkpoint_is_named_with_those_there_are(tmp_path, step):
         checkpoints.restore(tiny_target(), step)
 
 
-def test_a_checkpoint_that_was_being_written_or_deleted_when_the_run_died_is_ignored(tmp_path):
+def test_half_written_or_deleted_checkpoints_are_ignored(tmp_path):
     fill(tmp_path, 1, 2, 3)
     (tmp_path / "3").rename(tmp_path / ".saving-3")
     (tmp_path / "1").rename(tmp_path / ".deleted-1")
@@ -350,7 +350,7 @@ def test_a_path_may_lead_to_many_checkpoints(tmp_path):
         assert float(jdp.restore_params(str(path), tiny_target()).params["w"][0]) == count
 
 
-def test_a_checkpoint_is_replaced_only_where_that_is_asked_for_and_nothing_else_ever(tmp_path):
+def test_only_overwrite_replaces_a_checkpoint(tmp_path):
     path = tmp_path / "one"
     path.mkdir()
     jdp.save(path, tiny(1))  # an empty folder is free
@@ -383,7 +383,7 @@ def test_a_checkpoint_is_replaced_only_where_that_is_asked_for_and_nothing_else_
     ],
     ids=["shape", "leaf missing", "leaf too many", "dtype", "optimizer"],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_by_the_leafs_name(tmp_path, init, tx, leaf):
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, init, tx, leaf):
     fill(tmp_path, 1)
     aim = target(plan_of("ddp", data=1), lambda rng: init(rng) or {"w": jnp.zeros(4)}, tx)
     aim = aim if init(None) else replace(aim, params={})

@@ -54,7 +54,7 @@ def names(directory):
 # Writing.
 
 
-def test_a_disk_that_fills_is_said_at_the_next_wait_and_the_run_may_go_on(tmp_path, state, caplog):
+def test_a_run_goes_on_after_a_full_disk(tmp_path, state, caplog):
     with jdp.Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(at(state, 1), {"n": 1})
         checkpoints.wait()
@@ -76,7 +76,7 @@ def test_a_disk_that_fills_is_said_at_the_next_wait_and_the_run_may_go_on(tmp_pa
         assert checkpoints.steps == [2]
 
 
-def test_an_error_in_the_background_is_said_by_the_next_save_or_at_the_end(tmp_path, state):
+def test_the_next_save_or_the_end_raises(tmp_path, state):
     with jdp.Checkpoints(tmp_path) as checkpoints, files_of_at_most(50_000):
         checkpoints.save(at(state, 1))
         with pytest.raises(jdp.CheckpointError, match="Checkpoint 1 was not saved"):
@@ -102,7 +102,7 @@ def test_other_code_logs_through_absl_as_before(tmp_path, state):
     assert logging.getLogger("absl").filters == before
 
 
-def test_a_clock_that_jumps_during_a_save_is_no_time_that_it_took(tmp_path, state, monkeypatch):
+def test_a_save_survives_a_clock_that_jumps(tmp_path, state, monkeypatch):
     """As on a machine that was suspended for hours: by itself Orbax waits 20 minutes for a save."""
     wall, jumps = time.time, itertools.count()
     monkeypatch.setattr(time, "time", lambda: wall() + 100 * next(jumps))
@@ -111,7 +111,7 @@ def test_a_clock_that_jumps_during_a_save_is_no_time_that_it_took(tmp_path, stat
     assert checkpoints.steps == [1]
 
 
-def test_a_full_disk_fails_in_one_sentence_and_a_single_save_changes_nothing(tmp_path, state):
+def test_a_single_save_survives_a_full_disk(tmp_path, state):
     with (
         files_of_at_most(50_000),
         pytest.raises(jdp.CheckpointError, match=r"one was not saved: File too large\. Free"),
@@ -134,7 +134,7 @@ def test_no_space_left_on_a_real_disk(tmp_path, state):
         assert checkpoints.restore(target())[0].step == 1
 
 
-def test_a_read_only_directory_is_read_and_refuses_to_be_written(tmp_path, state):
+def test_a_read_only_directory_is_read(tmp_path, state):
     with small_disk(tmp_path / "disk", "4m") as remount:
         with jdp.Checkpoints(tmp_path / "disk") as checkpoints:
             checkpoints.save(at(state, 1))
@@ -180,7 +180,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_that_was_asked_for_is_named_with_those_that_are_not(two, tmp_path, damage):
+def test_a_damaged_checkpoint_is_named_with_the_others(two, tmp_path, damage):
     directory = shutil.copytree(two, tmp_path / "copy")
     DAMAGES[damage](directory / "2")
     message = rf"{re.escape(str(directory))}/2 is damaged: (state/|checkpoint)\S* (is missing|has .* bytes of .*)\. "
@@ -204,7 +204,7 @@ def test_the_reason_is_short(two, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gone", "file", "other"])
-def test_a_path_that_is_no_checkpoint_is_named_with_what_may_be_given(tmp_path, kind):
+def test_a_path_without_a_checkpoint_is_named(tmp_path, kind):
     path = tmp_path / kind
     if kind == "file":
         path.write_text("mine")
@@ -218,7 +218,7 @@ def test_a_path_that_is_no_checkpoint_is_named_with_what_may_be_given(tmp_path, 
         jdp.restore(path, target())
 
 
-def test_only_the_optimizer_differs_is_said_with_the_way_out(two):
+def test_another_optimizer_is_refused_with_a_fix(two):
     message = r"same optimizer; .*/2 has opt_state/0/.* as .*The model is the same: .*\(restore_params\)"
     with jdp.Checkpoints(two) as checkpoints:
         with pytest.raises(jdp.CheckpointError, match=message):

@@ -59,7 +59,7 @@ def names(directory):
 
 
 @pytest.mark.parametrize("process", ["the same", "another"])
-def test_a_run_that_goes_back_keeps_what_it_learns_and_sets_aside_what_it_left(tmp_path, base, process, capsys):
+def test_a_run_that_goes_back_loses_nothing(tmp_path, base, process, capsys):
     saved = jdp.Checkpoints(tmp_path, keep=None)
     for step in (1, 2, 3, 4):
         saved.save(at(base, step))
@@ -82,7 +82,7 @@ def test_a_run_that_goes_back_keeps_what_it_learns_and_sets_aside_what_it_left(t
     assert messages.count("checkpoints 3, 4 set aside in abandoned-1") == 1
 
 
-def test_a_resumed_run_sets_nothing_aside_and_the_state_at_hand_is_not_written_again(tmp_path, base, capsys):
+def test_a_resumed_run_sets_nothing_aside(tmp_path, base, capsys):
     fill(tmp_path, base, 1, 2, 3)
     with jdp.Checkpoints(tmp_path, keep=2) as saved:
         state, _ = saved.restore(target())
@@ -96,7 +96,7 @@ def test_a_resumed_run_sets_nothing_aside_and_the_state_at_hand_is_not_written_a
 
 
 @pytest.mark.parametrize("last", ["saved", "restored"])
-def test_another_state_under_the_step_at_hand_is_reported_as_not_saved(tmp_path, base, last, capsys):
+def test_another_state_under_the_same_step_is_reported(tmp_path, base, last, capsys):
     fill(tmp_path, base, 1)
     with jdp.Checkpoints(tmp_path) as saved:
         state = at(base, 2) if last == "saved" else saved.restore(target())[0]
@@ -108,7 +108,7 @@ def test_another_state_under_the_step_at_hand_is_reported_as_not_saved(tmp_path,
         assert float(saved.restore(target())[0].params["w"][0]) == int(state.step)
 
 
-def test_a_reader_sees_the_steps_that_another_process_writes_and_deletes(tmp_path, base):
+def test_a_reader_sees_what_another_process_does(tmp_path, base):
     with jdp.Checkpoints(tmp_path, best="loss") as reader, jdp.Checkpoints(tmp_path, keep=1) as writer:
         assert reader.latest is None and reader.best is None
         for step in (1, 2):
@@ -127,7 +127,7 @@ def user_folder(directory):
     return directory
 
 
-def test_a_folder_of_the_users_own_with_numbered_entries_is_refused(tmp_path):
+def test_a_users_numbered_folder_is_refused(tmp_path):
     mine = user_folder(tmp_path / "mine")
     with pytest.raises(jdp.CheckpointError, match=r"mine contains 2024, which is not a .* empty .*mine/checkpoints"):
         jdp.Checkpoints(mine)
@@ -138,7 +138,7 @@ def test_a_folder_of_the_users_own_with_numbered_entries_is_refused(tmp_path):
     assert (mine / "2024" / "notes.txt").read_text() == "mine"
 
 
-def test_what_comes_into_the_directory_later_is_not_deleted_either(tmp_path, base):
+def test_later_entries_of_a_user_are_not_deleted(tmp_path, base):
     (tmp_path / "elsewhere").mkdir()
     with jdp.Checkpoints(tmp_path / "saved", keep=1) as saved:
         saved.save(at(base, 1))
@@ -159,7 +159,7 @@ def test_what_comes_into_the_directory_later_is_not_deleted_either(tmp_path, bas
     assert (tmp_path / "elsewhere" / "0" / "state").is_dir(), "a link is not followed"
 
 
-def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path, base, capsys):
+def test_only_leftovers_of_killed_processes_are_deleted(tmp_path, base, capsys):
     fill(tmp_path, base, 1, 2)
     (tmp_path / "2" / "checksums.json").unlink()
     user_folder(tmp_path / "mine")
@@ -174,7 +174,7 @@ def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path, base, 
     assert "2 has no checksums.json and is ignored" in capsys.readouterr().err
 
 
-def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
+def test_a_single_save_deletes_nothing_of_a_user(tmp_path, base):
     user_folder(tmp_path / ".one.saving")
     with pytest.raises(jdp.CheckpointError, match=r"\.one\.saving .* jdp did not write it"):
         jdp.save(tmp_path / "one", at(base, 1))
@@ -238,7 +238,7 @@ def test_two_writers_do_not_share_a_save(tmp_path, base, monkeypatch):
     assert names(tmp_path) == ["1", "2"] and weight(tmp_path, 1) == 1
 
 
-def test_a_run_from_an_earlier_step_mixes_no_pasts(tmp_path, base):
+def test_a_run_from_an_earlier_step_is_refused(tmp_path, base):
     fill(tmp_path, base, 1, 2, 3)
     with jdp.Checkpoints(tmp_path) as saved:
         saved.restore(target(), 1)

@@ -85,7 +85,7 @@ def names(directory):
 # Every kind of damage to every kind of file.
 
 
-def test_whatever_changes_in_whichever_file_is_found_and_the_one_before_is_restored(saved, base, capsys):
+def test_any_damage_to_any_file_is_found(saved, base, capsys):
     """All kinds of damage to all files of a step, and 60 more bits of its arrays: none is restored in silence."""
     directory, copy = saved
     step, rng = directory / "2", np.random.default_rng(0)
@@ -124,7 +124,7 @@ def verdict_of(directory):
 # What becomes of it.
 
 
-def test_the_damaged_newest_is_set_aside_and_the_run_goes_on(own, base, capsys):
+def test_the_damaged_newest_is_set_aside(own, base, capsys):
     for aside in ("damaged-2", "damaged-2-2"):
         notices._said.clear()
         flip(arrays_of(own / "2"), 5000)
@@ -149,7 +149,7 @@ def test_weights_alone_fall_back_too(own):
     assert names(own) == ["1", "damaged-2"]
 
 
-def test_what_was_asked_for_by_name_is_never_replaced(own):
+def test_a_step_asked_for_is_never_replaced(own):
     flip(arrays_of(own / "2"), 5000)
     with jdp.Checkpoints(own, best="loss") as checkpoints:
         for step in (2, "best"):
@@ -160,7 +160,7 @@ def test_what_was_asked_for_by_name_is_never_replaced(own):
     assert names(own) == ["1", "2"]
 
 
-def test_where_none_is_whole_nothing_is_moved_and_all_are_named(own):
+def test_nothing_is_moved_if_none_is_whole(own):
     flip(arrays_of(own / "1"), 5000)
     cut(own / "2" / "checkpoint.json")
     message = (
@@ -174,7 +174,7 @@ def test_where_none_is_whole_nothing_is_moved_and_all_are_named(own):
 
 
 @pytest.mark.parametrize("damage", [cut, lambda file: flip(file, 40), lambda file: file.unlink()])
-def test_a_checkpoint_whose_metrics_are_damaged_is_not_the_best_and_stays(own, base, damage):
+def test_a_checkpoint_with_damaged_metrics_stays(own, base, damage):
     with jdp.Checkpoints(own, best="loss", keep=1) as checkpoints:
         assert checkpoints.best == 2
         damage(own / "2" / "checkpoint.json")
@@ -183,7 +183,7 @@ def test_a_checkpoint_whose_metrics_are_damaged_is_not_the_best_and_stays(own, b
     assert names(own) == ["1", "2", "3"]
 
 
-def test_a_run_is_checked_by_its_folder_and_a_single_checkpoint_by_its_own(own, base, tmp_path):
+def test_check_takes_runs_and_single_checkpoints(own, base, tmp_path):
     (tmp_path / "run").mkdir()
     own.rename(tmp_path / "run" / "checkpoints")
     assert [(found.step, found.status) for found in check(tmp_path / "run")] == [(1, "whole"), (2, "whole")]
@@ -196,7 +196,7 @@ def test_a_run_is_checked_by_its_folder_and_a_single_checkpoint_by_its_own(own, 
     ("name", "message"),
     [("../outside", "leads out of the checkpoint"), ("link", "leads out of the checkpoint"), ("pipe", "is not a file")],
 )
-def test_a_forged_table_reads_nothing_outside_and_waits_for_nothing(own, name, message):
+def test_a_forged_table_reads_nothing_outside(own, name, message):
     (own / "outside").write_text("secret")
     (own / "2" / "link").symlink_to(own / "outside")
     os.mkfifo(own / "2" / "pipe")

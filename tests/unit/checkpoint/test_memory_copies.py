@@ -76,7 +76,7 @@ def left_by(tmp_path, *steps, stored=None):
 
 
 @pytest.mark.parametrize(("strategy", "count"), [("zero3", 4), ("ddp", 2), ("zero1", 3), ("zero2", 1)])
-def test_a_restart_takes_the_newest_state_onto_any_strategy_and_devices(strategy, count, tmp_path, capsys):
+def test_a_restart_takes_the_newest_state(strategy, count, tmp_path, capsys):
     left_by(tmp_path, 3, 4, 7, stored=4)
     with opened(tmp_path) as checkpoints:
         assert checkpoints.latest == 7 and checkpoints.steps == [4]
@@ -88,7 +88,7 @@ def test_a_restart_takes_the_newest_state_onto_any_strategy_and_devices(strategy
         assert checkpoints.steps == [4, 7]
 
 
-def test_parts_that_go_through_pinned_memory_a_few_at_a_time_are_the_same(tmp_path, monkeypatch):
+def test_parts_through_pinned_memory_are_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(copies, "_PINNED_FOR", ("cpu",))
     monkeypatch.setattr(copies, "_AT_ONCE", 100)
     left_by(tmp_path, 3, 4, 7)
@@ -104,7 +104,7 @@ def test_storage_is_read_where_it_is_newer(tmp_path):
         assert checkpoints.restore(state_at(0))[1] == {"said": 8}
 
 
-def test_storage_is_read_once_copies_of_an_earlier_visit_are_replaced(tmp_path):
+def test_replaced_copies_are_not_read(tmp_path):
     left_by(tmp_path, 3, 4, 7, stored=4)
     with opened(tmp_path) as checkpoints:
         assert checkpoints.restore(state_at(0))[1] == {"said": 7}
@@ -136,7 +136,7 @@ def changed_index(memory, number):
 
 
 @pytest.mark.parametrize("damage", [half_written, flipped, changed_index])
-def test_what_is_not_whole_does_not_count_and_the_one_before_is_read(damage, memory, tmp_path, capsys):
+def test_a_damaged_generation_does_not_count(damage, memory, tmp_path, capsys):
     left_by(tmp_path, 3, 4, 7, stored=3)
     damage(memory, 7)
     with opened(tmp_path) as checkpoints:
@@ -145,7 +145,7 @@ def test_what_is_not_whole_does_not_count_and_the_one_before_is_read(damage, mem
     assert ("step 7 in the hosts' memory is damaged" in capsys.readouterr().err) == (damage is flipped)
 
 
-def test_two_generations_are_kept_and_the_restored_one_is_not_overwritten(memory, tmp_path):
+def test_the_restored_generation_is_not_overwritten(memory, tmp_path):
     left_by(tmp_path, 3, 4, 7)
     for kill in (9, 10):
         checkpoints = opened(tmp_path)
@@ -158,7 +158,7 @@ def test_two_generations_are_kept_and_the_restored_one_is_not_overwritten(memory
     assert len(list(memory.glob("*/*.[01]"))) == 2
 
 
-def test_a_run_that_went_back_forgets_what_was_newer(tmp_path):
+def test_a_run_that_went_back_forgets(tmp_path):
     left_by(tmp_path, 3, 7, stored=3)
     checkpoints = opened(tmp_path)
     checkpoints.restore(state_at(0), 3)
@@ -168,7 +168,7 @@ def test_a_run_that_went_back_forgets_what_was_newer(tmp_path):
         assert checkpoints.restore(state_at(0))[1] == {"said": 5}
 
 
-def test_the_memory_is_given_back_at_the_end_and_kept_for_a_next_start(memory, tmp_path, capsys):
+def test_the_memory_is_given_back(memory, tmp_path, capsys):
     left_by(tmp_path, 3)
     with opened(tmp_path) as checkpoints:
         checkpoints.restore(state_at(0))
@@ -178,7 +178,7 @@ def test_the_memory_is_given_back_at_the_end_and_kept_for_a_next_start(memory, t
     assert list(memory.iterdir()) == []
 
 
-def test_a_new_run_in_an_old_runs_place_finds_nothing_of_it(memory, tmp_path):
+def test_a_new_run_finds_nothing_old(memory, tmp_path):
     left_by(tmp_path, 3)
     (tmp_path / "run").rename(tmp_path / "moved")
     (old,) = memory.iterdir()
@@ -190,7 +190,7 @@ def test_a_new_run_in_an_old_runs_place_finds_nothing_of_it(memory, tmp_path):
         assert len(list(memory.iterdir())) == 1, "what nobody uses was removed"
 
 
-def test_a_directory_whose_copies_a_live_run_writes_is_not_opened_twice(tmp_path):
+def test_a_live_runs_copies_are_locked(tmp_path):
     checkpoints = opened(tmp_path)
     checkpoints.save_in_memory(state_at(3), {"said": 3})
     with pytest.raises(jdp.CheckpointError, match="allow one run at a time"):
@@ -201,7 +201,7 @@ def test_a_directory_whose_copies_a_live_run_writes_is_not_opened_twice(tmp_path
 
 
 @pytest.mark.parametrize("where", ["save", "save_in_memory"])
-def test_a_loop_that_goes_back_forgets_its_own_later_copies(where, tmp_path):
+def test_a_loop_that_goes_back_forgets(where, tmp_path):
     checkpoints = opened(tmp_path)
     checkpoints.save(state_at(5), {"said": 5})
     for step in (6, 7):
@@ -215,7 +215,7 @@ def test_a_loop_that_goes_back_forgets_its_own_later_copies(where, tmp_path):
         assert checkpoints.restore(state_at(0))[1] == {"said": 6}
 
 
-def test_a_run_that_went_on_without_copies_is_not_overtaken_by_old_ones(tmp_path):
+def test_old_copies_do_not_overtake_a_run(tmp_path):
     left_by(tmp_path, 9)
     with jdp.Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(state_at(6), {"said": 6})
@@ -223,7 +223,7 @@ def test_a_run_that_went_on_without_copies_is_not_overtaken_by_old_ones(tmp_path
         assert checkpoints.restore(state_at(0))[1] == {"said": 6}
 
 
-def test_a_full_memory_in_mid_run_costs_no_complete_copy(tmp_path, monkeypatch, capsys):
+def test_a_full_memory_costs_no_complete_copy(tmp_path, monkeypatch, capsys):
     checkpoints = opened(tmp_path)
     assert checkpoints.save_in_memory(state_at(3), {"said": 3})
 
@@ -238,7 +238,7 @@ def test_a_full_memory_in_mid_run_costs_no_complete_copy(tmp_path, monkeypatch, 
         assert checkpoints.restore(state_at(0))[1] == {"said": 3}
 
 
-def test_a_host_without_room_says_so_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_host_without_room_says_so_once(tmp_path, monkeypatch, capsys):
     found = os.statvfs(tmp_path)
     full = os.statvfs_result((*found[:4], 0, *found[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)

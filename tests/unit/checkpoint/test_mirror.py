@@ -51,7 +51,7 @@ def address(request):
 
 
 @pytest.mark.default_ids("bucket")
-def test_a_fresh_machine_goes_on_from_the_newest_copy(address, base, tmp_path, capsys):
+def test_a_fresh_machine_fetches_the_newest_copy(address, base, tmp_path, capsys):
     options = {"keep": 1, "keep_every": 3, "best": "loss"}
     assert train(tmp_path / "one", address, base, (1, 2, 3, 4), **options) is None
     assert copies(address) == whole(2, 3, 4), "what is deleted here is deleted there"
@@ -62,7 +62,7 @@ def test_a_fresh_machine_goes_on_from_the_newest_copy(address, base, tmp_path, c
     assert [each.status for each in jdp.checkpoint.check(tmp_path / "two")] == ["whole", "whole"]
 
 
-def test_a_copy_without_its_commit_file_does_not_count_and_is_made_up(bucket, base, tmp_path):
+def test_an_uncommitted_copy_does_not_count(bucket, base, tmp_path):
     train(tmp_path / "one", bucket, base, (1, 2))
     fs, root = storage(bucket)
     fs.rm(f"{root}/2/checksums.json")
@@ -82,7 +82,7 @@ def test_a_damaged_copy_is_left_out(bucket, base, tmp_path, capsys):
     assert f"mirror {bucket}: checkpoint 2 is damaged (state/" in capsys.readouterr().err
 
 
-def test_a_run_that_goes_back_takes_its_copies_back(bucket, base, tmp_path):
+def test_going_back_takes_copies_back(bucket, base, tmp_path):
     with jdp.Checkpoints(tmp_path / "one", mirror=bucket) as saved:
         for step in (1, 2, 3):
             saved.save(at(base, step), {"step": step})
@@ -95,7 +95,7 @@ def test_a_run_that_goes_back_takes_its_copies_back(bucket, base, tmp_path):
 
 
 @pytest.mark.rest
-def test_a_run_that_is_killed_after_it_went_back_does_not_fetch_what_it_left(bucket, base, tmp_path):
+def test_abandoned_copies_are_not_fetched(bucket, base, tmp_path):
     train(tmp_path / "one", bucket, base, (1, 2, 3))
     with jdp.Checkpoints(tmp_path / "one") as killed:  # no mirror: no copy is deleted
         killed.go_back(1)
@@ -104,7 +104,7 @@ def test_a_run_that_is_killed_after_it_went_back_does_not_fetch_what_it_left(buc
     assert copies(bucket) == whole(1)
 
 
-def test_the_copy_of_a_damaged_newest_stays_until_it_is_fetched_or_given_up(bucket, base, tmp_path):
+def test_the_copy_of_a_damaged_newest_stays(bucket, base, tmp_path):
     train(tmp_path / "one", bucket, base, (1, 2, 3))
     manifest = tmp_path / "one" / "3" / "state" / "manifest.ocdbt"
     manifest.unlink()
@@ -161,9 +161,7 @@ def test_an_outage_is_reported_once_and_made_up(bucket, base, tmp_path, outage, 
     assert capsys.readouterr().err.count("no route to host; retrying for") == 1
 
 
-def test_storage_that_stays_away_ends_no_run_and_starts_none_without_checkpoints(
-    bucket, base, tmp_path, outage, capsys, monkeypatch
-):
+def test_a_long_outage_ends_no_run(bucket, base, tmp_path, outage, capsys, monkeypatch):
     goes, comes = outage
     train(tmp_path / "one", bucket, base, (4,))
     goes()
@@ -192,7 +190,7 @@ def test_storage_without_credentials_starts_no_run_at_once(tmp_path, monkeypatch
 
 
 @pytest.mark.rest
-def test_copies_that_are_newer_and_were_never_here_stay(bucket, base, tmp_path, outage):
+def test_newer_copies_from_elsewhere_stay(bucket, base, tmp_path, outage):
     train(tmp_path / "one", bucket, base, (1, 8, 9))
     shutil.copytree(tmp_path / "one" / "1", tmp_path / "old" / "1")
     goes, comes = outage

@@ -100,7 +100,7 @@ def test_bad_trees_are_refused(saved, tmp_path):
             jdp.save(tmp_path / "keys", given)
 
 
-def test_a_train_state_and_a_tree_are_not_taken_for_each_other(saved, tmp_path):
+def test_states_and_trees_are_told_apart(saved, tmp_path):
     folder, tree = saved
     plan = jdp.Plan(jdp.make_mesh(data=8))
     state = jdp.init_state(lambda _: {"w": np.ones(8, "f")}, optax.sgd(1.0), plan, rng=tree["rng"])

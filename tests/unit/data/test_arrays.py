@@ -25,7 +25,7 @@ def sides(data, key="features"):
 # --- samples --------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_a_row_of_each_array_and_a_weight():
+def test_a_sample_is_a_row_and_weight():
     data = array_data({"features": FEATURES, "labels": LABELS, "mask": FEATURES > 0}, heldout_fraction=0.1)
     assert len(data.train) + len(data.heldout) == 200 and 5 <= len(data.heldout) <= 40
     for side in (data.train, data.heldout):
@@ -134,7 +134,7 @@ def test_an_npz_is_the_dict_of_its_arrays(tmp_path):
     np.testing.assert_equal(dict(read.train[5]), dict(given.train[5]))
 
 
-def test_npy_files_are_mapped_and_named_by_their_files(tmp_path, notices):
+def test_npy_files_are_mapped(tmp_path, notices):
     np.save(tmp_path / "features.npy", FEATURES.astype(np.float32))
     np.save(tmp_path / "labels.npy", LABELS)
     (tmp_path / "notes.txt").write_text("mine")

@@ -47,7 +47,7 @@ def rows(count, *, batch_size, **options):
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 7}, {"batch_size": 45}, {"batch_size": 6, "threads": 4}], ids=str)
-def test_pixels_do_not_depend_on_batch_size_or_threads(options):
+def test_batch_size_and_threads_change_no_pixel(options):
     assert rows(90, **options) == rows(90, batch_size=1)
 
 
@@ -68,7 +68,7 @@ def test_the_draws_are_those_of_the_first_release():
 # --- what is drawn --------------------------------------------------------------------------------------------------
 
 
-def test_every_crop_is_a_window_of_the_padded_image_and_all_occur():
+def test_crops_are_all_windows_of_the_image():
     source = augmented(Pictures(), crop_padding=2, seed=SEED)
     image = Pictures()[4]["images"]
     padded = np.pad(image, ((2, 2), (2, 2), (0, 0)))
@@ -109,7 +109,7 @@ def shown(sample):
     return [edge for pair in ends for edge in pair]
 
 
-def test_a_resized_crop_has_the_area_and_proportions_of_torchvisions(gradients):
+def test_resized_crops_are_drawn_as_torchvisions(gradients):
     """`RandomResizedCrop`: area even from 8 to 100 %, proportions 3:4 to 4:3; what does not fit is drawn again."""
     source, seen = augmented(gradients.train, resized_crop=0.08, seed=SEED), []
     index = next(i for i in range(len(source)) if gradients.train[i]["images"][0, 0, 0] < 0)

@@ -82,7 +82,7 @@ def test_a_late_start_costs_nothing():
     assert len(source.reads) <= 4 * 6  # this batch and those read ahead
 
 
-def test_batches_of_another_size_go_on_after_the_samples_before():
+def test_another_batch_size_goes_on():
     small = first(4, global_batches(Counted(20), batch_size=3, seed=1))
     wide = first(2, global_batches(Counted(20), batch_size=5, seed=1, start=1, samples=3))
     assert np.concatenate(indices(wide))[:9].tolist() == np.concatenate(indices(small))[3:].tolist()
@@ -107,6 +107,6 @@ def test_only_own_rows_are_read():
         ({"rows": [0, 4]}, r"each from 0 to 3; given \[0, 4\]"),
     ],
 )
-def test_what_is_wrong_with_a_run_is_reported_at_once(wrong, message):
+def test_a_wrong_run_is_refused_at_once(wrong, message):
     with pytest.raises(ValueError, match=message):
         global_batches(Counted(12), **({"batch_size": 4, "seed": 0} | wrong))

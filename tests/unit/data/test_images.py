@@ -48,7 +48,7 @@ def test_digits_are_all_there():
     assert sorted([*data.train.rows, *data.heldout.rows]) == list(range(1797))
 
 
-def test_the_held_out_digits_are_the_same_for_ever():
+def test_the_held_out_digits_never_change():
     data = image_data("digits", heldout_fraction=0.2)
     assert len(data.heldout) == 321 and data.heldout.rows[:5].tolist() == [6, 8, 10, 12, 18]
     assert data.fingerprint == "db3db80df15d274e"
@@ -67,7 +67,7 @@ def test_a_held_out_set_by_name(pictures, tmp_path):
         image_data(folder_of(pictures), heldout=folder_of(other))
 
 
-def test_the_fingerprint_is_of_the_samples_not_of_the_place(pictures, tmp_path):
+def test_the_fingerprint_is_of_the_samples(pictures, tmp_path):
     copy = shutil.copytree(pictures, tmp_path / "copy")
     prints = [image_data(folder_of(folder)).fingerprint for folder in (pictures, copy)]
     assert prints[0] == prints[1]
@@ -148,7 +148,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_corrupt_picture_is_one_error_in_the_loop(pictures, tmp_path, damage):
+def test_a_corrupt_picture_is_one_error(pictures, tmp_path, damage):
     """Found when it is read, in a thread of a thread; it comes out as the user's mistake that it is: exit 2."""
     folder = shutil.copytree(pictures, tmp_path / "set")
     bad = folder / "cat" / "010.png"
@@ -189,7 +189,7 @@ def test_directories_that_cannot_be(tmp_path, names, message):
 @pytest.mark.parametrize(
     ("name", "builder"), [("a", "imagefolder"), ("a.tar", "webdataset"), ("a.parquet", "parquet"), ("a.arrow", "arrow")]
 )
-def test_what_jdp_does_not_read_is_told_how_to_be(tmp_path, name, builder):
+def test_other_sources_are_told_how_to_be_read(tmp_path, name, builder):
     (tmp_path / name).write_bytes(b"") if "." in name else (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f'"digits", an .npz file .* write "hf:{builder}:{tmp_path}/{name}"'):
         image_data(tmp_path / name)

@@ -26,7 +26,7 @@ def documents_of(side):
 
 
 @pytest.mark.parametrize("size", [2, 9, 10, 11, 16, 17, 18, 100])
-def test_every_token_but_the_first_is_a_target_once(size):
+def test_every_token_is_a_target_once(size):
     text = np.arange(1, size + 1).astype(np.uint8)
     samples = list(TextSamples(text, length=8))
     assert len(samples) == len(TextSamples(text, length=8))
@@ -49,7 +49,7 @@ def test_every_token_but_the_first_is_a_target_once(size):
 TEXTS = {f"chapter{i}": f"In chapter {i} of the tale, " * 5 for i in range(40)}
 
 
-def test_one_file_is_split_at_its_tail_and_reported_once(tmp_path, notices):
+def test_one_file_is_split_at_its_tail(tmp_path, notices):
     text = "".join(f"{number:03d} " for number in range(250))
     text_data(write(tmp_path, only=text), length=8, heldout_fraction=0.1)
     data = text_data(tmp_path, length=8, heldout_fraction=0.1)
@@ -75,7 +75,7 @@ def test_the_standard_library():
     )
 
 
-def test_a_file_a_glob_a_directory_and_a_list_are_the_same_text(tmp_path, monkeypatch):
+def test_files_globs_directories_and_lists_agree(tmp_path, monkeypatch):
     folder = write(tmp_path / "book" / "part", a="first", b="second").parent
     (folder / "part" / "link.txt").symlink_to(folder / "part" / "a.txt")
     expected = (b"first", b"second")
@@ -90,7 +90,7 @@ def test_a_file_a_glob_a_directory_and_a_list_are_the_same_text(tmp_path, monkey
     assert read_corpus(["b.txt", "a.txt"]).documents == expected
 
 
-def test_a_directory_is_read_by_suffix_and_reports_what_it_passes_over(tmp_path, notices):
+def test_a_directory_is_read_by_suffix(tmp_path, notices):
     write(tmp_path, a="text")
     write(tmp_path / ".hidden", b="not seen")
     (tmp_path / ".draft.txt").write_text("not seen")

@@ -43,7 +43,7 @@ def test_each_row_is_a_document(tmp_path, name):
     assert read_corpus(f"hf:{builder}:{tmp_path}/{file}").documents == DOCUMENTS
 
 
-def test_a_directory_and_a_glob_are_all_their_files_in_order(tmp_path):
+def test_directories_and_globs_are_read_in_order(tmp_path):
     (tmp_path / "deep").mkdir()
     parquet(tmp_path / "a.parquet", TABLE.slice(0, 10))
     parquet(tmp_path / "deep" / "b.parquet", TABLE.slice(10, 10))
@@ -52,7 +52,7 @@ def test_a_directory_and_a_glob_are_all_their_files_in_order(tmp_path):
     assert read_corpus(f"hf:parquet:{tmp_path}/**/*.parquet").documents == DOCUMENTS[:20]
 
 
-def test_rows_are_split_by_their_content_whatever_holds_them(tmp_path):
+def test_rows_are_split_by_content(tmp_path):
     """The same texts as files and as rows, in another order: the same ones are held out."""
     (tmp_path / "files").mkdir()
     for number, text in enumerate(TEXTS):
@@ -146,7 +146,7 @@ def test_data_sets_on_a_disk(hub, name, expected):
         ("hf:nobody/nothing/config:train", r"Couldn't reach 'nobody/nothing' on the Hub"),
     ],
 )
-def test_a_data_set_that_cannot_be_had_is_one_line(hub, name, message):
+def test_an_unreadable_data_set_is_one_line(hub, name, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_corpus(name.format(hub))
     assert "\n" not in str(caught.value)
@@ -192,7 +192,7 @@ def test_columns_that_are_not_text(tmp_path, column, message):
         read_corpus(f"hf:parquet:{tmp_path}/a.parquet")
 
 
-def test_ids_beside_text_are_not_passed_over_in_silence(tmp_path, notices):
+def test_unread_ids_are_reported(tmp_path, notices):
     parquet(tmp_path / "a.parquet", pyarrow.table({"text": ["a"], "input_ids": [[1]], "labels": [[1]]}))
     assert read_corpus(f"hf:parquet:{tmp_path}/a.parquet").documents == (b"a",)
     assert 'input_ids, labels are not read; to read, write ids = "input_ids", labels = "labels"' in notices.text

@@ -58,7 +58,7 @@ def targets(data):
 
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("form", ["weights", "labels", "booleans", "arrays"])
-def test_a_weight_belongs_to_the_token_that_is_the_target(tmp_path, form, in_files):
+def test_a_weight_belongs_to_its_target(tmp_path, form, in_files):
     source, named = given_weights(tmp_path)[form]
     options = {"length": 32, "packing": "documents", "heldout_fraction": 0.2, "vocab_size": 500, "in_files": in_files}
     data = text_data(source, ids="input_ids", **named, **options)
@@ -71,7 +71,7 @@ def test_a_weight_belongs_to_the_token_that_is_the_target(tmp_path, form, in_fil
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
-def test_ids_are_laid_as_they_are_and_a_resume_has_the_same_bits(tmp_path, packing):
+def test_ids_are_unchanged_and_resume(tmp_path, packing):
     source = written(tmp_path, loss_mask=MASKS)
     options = {"length": 8, "ids": "input_ids", "weights": "loss_mask", "packing": packing, "heldout_fraction": 0.2}
     data = text_data(source, **options)
@@ -91,7 +91,7 @@ def test_ids_are_laid_as_they_are_and_a_resume_has_the_same_bits(tmp_path, packi
     assert text_data(other, **options).fingerprint != data.fingerprint, "weights are of the samples too"
 
 
-def test_a_long_row_is_cut_and_pieces_without_a_target_are_left_out(tmp_path):
+def test_pieces_without_a_target_are_left_out(tmp_path):
     ids = [[*range(1, 21)], [*range(30, 50)]]
     masks = [[0] * 15 + [1] * 5, [0] * 18 + [1, 1]]
     parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": ids, "loss_mask": masks}))
@@ -101,7 +101,7 @@ def test_a_long_row_is_cut_and_pieces_without_a_target_are_left_out(tmp_path):
     assert learnt == [16, 17, 18, 19, 20, 48, 49] and not [t for t, _ in targets(data) if t < 10]
 
 
-def test_rows_with_nothing_to_learn_are_left_out_and_counted(tmp_path, notices):
+def test_rows_without_a_target_are_counted(tmp_path, notices):
     rows = [[1, 2, 3], [4, 5], [], [6, 7, 8], [9]]
     masks = [[0, 0, 1], [1, 0], [], [0, 1, 0], [1]]
     parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": rows, "loss_mask": masks}))
@@ -113,7 +113,7 @@ def test_rows_with_nothing_to_learn_are_left_out_and_counted(tmp_path, notices):
         text_data(f"hf:parquet:{tmp_path}/b.parquet", length=2, ids="input_ids", weights="loss_mask")
 
 
-def test_columns_that_look_like_ids_or_weights_are_named(tmp_path, notices):
+def test_unread_columns_are_named(tmp_path, notices):
     masks = [[1] * len(ids) for ids in IDS]
     source = written(tmp_path, labels=IDS, attention_mask=masks, source=["a"] * ROWS)
     text_data(source, length=8, ids="input_ids")

@@ -64,7 +64,7 @@ def test_documents_become_the_tokens_of_the_file(trained, file, texts):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte level", "metaspace"])
-def test_text_that_comes_token_by_token_is_the_text(kind, trained, file):
+def test_text_is_decoded_token_by_token(kind, trained, file):
     """Characters of several tokens are never cut; a space that opens the text is not lost after other text."""
     if kind == "metaspace":  # whose decoder drops the first space
         words = {"<eos>": 0, "▁a": 1, "▁": 2, "b": 3, "ï": 4, "☃": 5}
@@ -81,7 +81,7 @@ def test_text_that_comes_token_by_token_is_the_text(kind, trained, file):
     assert torn == ["\ufffd"]  # what is not complete at the end is shown as it is
 
 
-def test_what_a_file_was_saved_with_cuts_and_pads_nothing(trained, tmp_path, texts):
+def test_a_files_truncation_and_padding_are_off(trained, tmp_path, texts):
     saved = tokenizers.Tokenizer.from_str(trained.to_str())
     saved.enable_truncation(5)
     saved.enable_padding(length=50)
