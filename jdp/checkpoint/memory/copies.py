@@ -2,7 +2,7 @@
 
 A save waits until the previous generation is committed on every process. Then it copies this process' parts and those
 of the neighbouring host into the slot with the older generation. They are hashed in the background. If one process
-cannot copy, all stop, because a partial generation is useless. The next start finds the generations that all hosts complete.
+cannot copy, all stop, because a partial generation is useless. The next start finds generations complete on all hosts.
 """
 
 from __future__ import annotations

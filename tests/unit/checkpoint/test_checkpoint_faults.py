@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from damage import cut, files_of_at_most, small_disk, vouch
+from damage import cut, files_of_at_most, flip, small_disk, vouch
 
 import jdp
 
@@ -49,9 +49,6 @@ def at(state, count):
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
-
-
-# Writing.
 
 
 def test_a_run_goes_on_after_a_full_disk(tmp_path, state, caplog):
@@ -153,16 +150,13 @@ def test_a_read_only_directory_is_read(tmp_path, state):
             jdp.save(tmp_path / "disk" / "one", state)
 
 
-# Reading.
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, state):
     """A directory with checkpoints 1 and 2."""
     directory = tmp_path_factory.mktemp("two")
     with jdp.Checkpoints(directory) as checkpoints:
         for count in (1, 2):
-            checkpoints.save(at(state, count), {"n": count})
+            checkpoints.save(at(state, count), {"n": count}, {"loss": -count})
     return directory
 
 
@@ -175,6 +169,7 @@ def largest(folder):
 DAMAGES = {
     "array file cut": lambda step: [cut(path) for path in largest(step / "state")],
     "manifest cut": lambda step: cut(step / "state" / "manifest.ocdbt"),
+    "bit flipped": lambda step: flip(largest(step / "state")[0], 5000),
     "table gone": lambda step: (step / "checkpoint.json").unlink(),
 }
 
@@ -183,13 +178,17 @@ DAMAGES = {
 def test_a_damaged_checkpoint_is_named_with_the_others(two, tmp_path, damage):
     directory = shutil.copytree(two, tmp_path / "copy")
     DAMAGES[damage](directory / "2")
-    message = rf"{re.escape(str(directory))}/2 is damaged: (state/|checkpoint)\S* (is missing|has .* bytes of .*)\. "
-    with jdp.Checkpoints(directory) as checkpoints:
-        with pytest.raises(jdp.CheckpointError, match=message + r"Restore another, with step=\.\.\. \(there are: 1\)"):
-            checkpoints.restore(target(), 2)
+    message = rf"{directory}/2 is damaged: (state/|checkpoint)\S* (is missing|has changed|has .* bytes of .*)\. "
+    with jdp.Checkpoints(directory, best="loss") as checkpoints:
+        for step in (2, "best") if damage != "table gone" else (2,):
+            with pytest.raises(
+                jdp.CheckpointError, match=message + r"Restore another, with step=\.\.\. \(there are: 1\)"
+            ):
+                checkpoints.restore(target(), step)
         assert checkpoints.restore(target(), 1)[1] == {"n": 1}
     with pytest.raises(jdp.CheckpointError, match=message + "Restore another checkpoint"):
         jdp.restore(directory / "2", target())
+    assert names(directory) == [".jdp-checkpoints", "1", "2"]
 
 
 def test_the_reason_is_short(two, tmp_path):

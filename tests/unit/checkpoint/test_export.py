@@ -14,6 +14,7 @@ from damage import files_of_at_most
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import numpy
+from tiny_states import assert_same_bits
 
 import jdp
 from jdp.base import notices
@@ -57,25 +58,6 @@ def llama():
     return made(LLAMA, plan_of())
 
 
-def bits(tree):
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def assert_same_bits(got, want):
-    got, want = bits(got), bits(want)
-    assert got.keys() == want.keys()
-    for path in want:
-        assert got[path].dtype == want[path].dtype and got[path].tobytes() == want[path].tobytes(), path
-
-
-def loaded(path):
-    """The tensors as the safetensors package reads them."""
-    return numpy.load_file(path)
-
-
-# Out and in again.
-
-
 @pytest.mark.parametrize("limit", [10**9, 5000], ids=["one file", "shards"])
 def test_exported_weights_come_back_sharded(llama, tmp_path, limit):
     export_safetensors(tmp_path / "model.safetensors", llama, names=llama_names(LLAMA), max_shard_bytes=limit)
@@ -108,21 +90,11 @@ def test_paths_are_the_default_names(tmp_path):
     state = replace(state, model_state=jax.tree.map(lambda x: x + 3, state.model_state))
     export_safetensors(tmp_path / "m.safetensors", state)
     names = {"layers.0.kernel", "layers.0.bias", "layers.1.scale", "layers.1.bias", "layers.1.mean", "layers.1.var"}
-    assert loaded(tmp_path / "m.safetensors").keys() == names
+    assert numpy.load_file(tmp_path / "m.safetensors").keys() == names
     fresh = jdp.init_state(init, TX, plan_of("ddp", data=2), rng=jax.random.key(5))
     back = import_safetensors(tmp_path / "m.safetensors", fresh)
     assert_same_bits([back.params, back.model_state], [state.params, state.model_state])
     assert back.opt_state is fresh.opt_state and back.step is fresh.step
-
-
-def test_the_safetensors_package_agrees(tmp_path):
-    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": {"c": jnp.float32(7), "half": jnp.ones(3, jnp.float16)}}
-    export_safetensors(tmp_path / "ours.safetensors", tree)
-    theirs = numpy.load_file(tmp_path / "ours.safetensors")
-    np.testing.assert_array_equal(theirs["a"], tree["a"])
-    assert theirs["b.c"].shape == () and theirs["b.half"].dtype == np.float16
-    numpy.save_file(theirs, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    assert_same_bits(import_safetensors(tmp_path / "theirs.safetensors", tree), tree)
 
 
 def test_lossy_casts_on_import_are_reported(llama, tmp_path, monkeypatch, capsys):
@@ -180,9 +152,6 @@ def test_only_a_devices_own_shard_is_read(tmp_path, monkeypatch):
     assert sizes == [4 * 8 * 6 // 8] * 8  # a device holds one layer's half
 
 
-# What a file may lack, and what it may not.
-
-
 @pytest.mark.parametrize(
     ("aim", "message"),
     [
@@ -228,9 +197,6 @@ def test_names_must_cover_the_parameters(tmp_path, names, message):
     with pytest.raises(jdp.CheckpointError, match=message):
         export_safetensors(tmp_path / "m.safetensors", {"w": jnp.ones((2, 3))}, names=names)
     assert list(tmp_path.iterdir()) == []
-
-
-# Disks that do not take it.
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path):

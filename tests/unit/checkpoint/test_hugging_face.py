@@ -157,9 +157,6 @@ def test_transformers_loads_an_export(tmp_path):
         np.testing.assert_allclose(said["logits"], stored["logits"], rtol=0, atol=ATOL, err_msg=case)
 
 
-# What a config.json says.
-
-
 def test_a_configuration_is_taken_over(tmp_path):
     assert gpt_config_from_hf(config_in(tmp_path, LLAMA31)) == GPTConfig(
         vocab_size=40, context=64, layers=2, width=32, heads=2, kv_heads=1, mlp_width=48, rope_theta=500.0,
@@ -204,8 +201,6 @@ def test_an_unknown_configuration_is_one_error(tmp_path, kind):
         gpt_config_from_hf(config_in(tmp_path, table))
     assert str(tmp_path) in str(error.value) and len(str(error.value)) < 600
 
-
-# Weights beside another configuration.
 
 OTHERS = {
 "rope": (LLAMA31, {"rope_factor": None}, r"rope_factor = 8.0 \(given none\), rope_original_context = 32 \(g"),
@@ -263,9 +258,6 @@ def test_a_tied_head_that_differs_is_refused(tmp_path):
     import_safetensors(tmp_path, abstract(config), names=hf_names(config), ignore=("lm_head.weight",))
     save_file(drawn | {"lm_head.weight": drawn["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
     import_safetensors(tmp_path, abstract(config), names=hf_names(config))
-
-
-# In an experiment file.
 
 
 def table_for(folder, **model):

@@ -79,8 +79,6 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
         assert np.asarray(back[name]).tobytes() == np.asarray(leaf).tobytes() == theirs[name].tobytes(), name
 
 
-# The index.
-
 WHOLE = {"a": "m-00001-of-00002.safetensors", "b": "m-00002-of-00002.safetensors"}
 INDEXES = {
     "not JSON": (b"xxx", "is not JSON"),
@@ -103,9 +101,6 @@ def test_a_damaged_index_is_one_clear_error(tmp_path, kind):
     with pytest.raises(jdp.CheckpointError, match=message) as error:
         import_safetensors(folder / "m.safetensors", {"a": jnp.zeros(3), "b": jnp.zeros(3)})
     assert len(str(error.value)) < 600
-
-
-# What an export replaces.
 
 
 def names_in(folder):

@@ -22,9 +22,6 @@ def sides(data, key="features"):
     return tuple({side[index][key].tobytes() for index in range(len(side))} for side in (data.train, data.heldout))
 
 
-# --- samples --------------------------------------------------------------------------------------------------------
-
-
 def test_a_sample_is_a_row_and_weight():
     data = array_data({"features": FEATURES, "labels": LABELS, "mask": FEATURES > 0}, heldout_fraction=0.1)
     assert len(data.train) + len(data.heldout) == 200 and 5 <= len(data.heldout) <= 40
@@ -69,9 +66,6 @@ def test_labels_may_be_names():
     data = array_data({"features": FEATURES, "labels": names})
     assert data.classes == ("ape", "cat", "zebra")
     assert [data.classes[number] for number in data.train.arrays["labels"]] == names.tolist()
-
-
-# --- tokens ---------------------------------------------------------------------------------------------------------
 
 
 def test_tokens_become_tokens_targets_and_weights():
@@ -124,9 +118,6 @@ def test_tokens_that_cannot_be(wrong, message):
         array_data(wrong)
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_npz_is_the_dict_of_its_arrays(tmp_path):
     path = save(tmp_path / "data.npz", features=FEATURES, labels=LABELS)
     read, given = array_data(path), array_data({"features": FEATURES, "labels": LABELS})
@@ -145,9 +136,6 @@ def test_npy_files_are_mapped(tmp_path, notices):
     assert isinstance(data.train[0]["features"].base.base, np.memmap)  # not even a row is copied
     one = array_data(tmp_path / "features.npy")
     assert sides(one) == sides(data)
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -180,9 +168,6 @@ def test_arrays_that_cannot_be(arrays, message):
 def test_arguments_that_cannot_be(wrong, message):
     with pytest.raises(ValueError, match=message):
         array_data({"x": FEATURES, "labels": LABELS}, **wrong)
-
-
-# --- the split ------------------------------------------------------------------------------------------------------
 
 
 def test_the_split_is_by_content():

@@ -43,9 +43,6 @@ def rows(count, *, batch_size, **options):
     return [(int(label), image.tobytes()) for label, image in itertools.chain(*pairs)][:count]
 
 
-# --- the same anywhere: on any processes and after a resume in `test_order_properties.py` ---------------------------
-
-
 @pytest.mark.parametrize("options", [{"batch_size": 7}, {"batch_size": 45}, {"batch_size": 6, "threads": 4}], ids=str)
 def test_batch_size_and_threads_change_no_pixel(options):
     assert rows(90, **options) == rows(90, batch_size=1)
@@ -63,9 +60,6 @@ def test_the_draws_are_those_of_the_first_release():
     """A change of the stream would change what a resumed run reads."""
     drawn = [int(SOURCE.sample_in_epoch(i, e)["images"][2, 2, 0]) % 100 for e in range(2) for i in range(8)]
     assert drawn == [5, 9, 11, 9, 0, 37, 7, 11, 5, 19, 0, 25, 31, 0, 35, 15]
-
-
-# --- what is drawn --------------------------------------------------------------------------------------------------
 
 
 def test_crops_are_all_windows_of_the_image():
@@ -126,9 +120,6 @@ def test_resized_crops_are_drawn_as_torchvisions(gradients):
     assert np.log(proportions).mean() == pytest.approx(0.031, abs=4 * 0.16 / 600**0.5)
 
 
-# --- of an experiment -----------------------------------------------------------------------------------------------
-
-
 def experiment(**data):
     model = {"name": "resnet-digits", "blocks": [1], "width": 4}
     train = {"steps": 2, "batch_size": 8}
@@ -149,8 +140,6 @@ def test_only_what_is_trained_on_is_augmented():
     assert "crops of 0.08 of the area or more, flipped half the time" in str(crops)
     assert crops.fingerprint not in (data.fingerprint, plain.fingerprint)
 
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "negative": (

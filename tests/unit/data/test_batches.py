@@ -34,9 +34,6 @@ def first(count, batches):
     return taken
 
 
-# --- the order ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("samples", [257, 2**16 + 3])
 def test_epochs_and_seeds_have_orders_of_their_own(samples):
     def order(seed, epoch):
@@ -63,9 +60,6 @@ def test_the_order_is_the_same_for_ever():
     """Runs are resumed under other versions of NumPy and grain: these numbers may not change."""
     assert [sample_index(0, 10, position) for position in range(12)] == [1, 4, 5, 6, 8, 2, 0, 3, 9, 7, 7, 8]
     assert [sample_index(0, 10**6, at) for at in (0, 1, 2, 10**6, 10**6 + 1)] == [874232, 949262, 79955, 996274, 204535]
-
-
-# --- global batches -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [slice(1, None, 3), [4, 0], np.array([2, 3])])

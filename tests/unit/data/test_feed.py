@@ -44,9 +44,6 @@ def no_thread_is_left():
     assert until(lambda: not any(thread.name == "jdp-feed" for thread in threading.enumerate()))
 
 
-# Rows.
-
-
 @pytest.mark.parametrize(
     ("axes", "shards"),
     [
@@ -93,9 +90,6 @@ def test_rows_that_do_not_divide_are_refused():
         next(jdp.shard_batches([{"x": np.float32(1)}], plan_of()))
 
 
-# A loader that fills one buffer again and again.
-
-
 def mapped(shape, path):
     """An array in a file: a mapping begins at a page."""
     return np.memmap(path / "buffer", np.float32, "w+", shape=shape)
@@ -119,9 +113,6 @@ def test_a_reused_buffer_is_copied(kind, axes, tmp_path):
     with jdp.shard_batches(loader(), plan, prefetch=2) as feed:
         got = list(feed)
     assert [np.unique(batch["x"]).tolist() for batch in got] == [[0], [1], [2], [3], [4]]
-
-
-# Ahead of the step.
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
@@ -168,9 +159,6 @@ def test_only_waiting_is_counted(monkeypatch):
         now[0] += 100  # a step works
         next(feed)
         assert feed.wait_seconds == 5
-
-
-# The end.
 
 
 def test_nothing_to_read_is_an_error_in_words():

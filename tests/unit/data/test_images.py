@@ -24,9 +24,6 @@ def pictures(tmp_path_factory):
     return write_pictures(tmp_path_factory.mktemp("pictures"))
 
 
-# --- digits ---------------------------------------------------------------------------------------------------------
-
-
 def test_digits_are_all_there():
     from sklearn.datasets import load_digits
 
@@ -54,9 +51,6 @@ def test_the_held_out_digits_never_change():
     assert data.fingerprint == "db3db80df15d274e"
 
 
-# --- a directory ----------------------------------------------------------------------------------------------------
-
-
 def test_a_held_out_set_by_name(pictures, tmp_path):
     other = write_pictures(tmp_path / "other", 255 - PIXELS)
     data = image_data(folder_of(pictures), heldout=folder_of(other))
@@ -77,9 +71,6 @@ def test_the_fingerprint_is_of_the_samples(pictures, tmp_path):
     (copy / "cat" / "001.png").rename(copy / "zebra" / "001.png")
     prints.append(image_data(folder_of(copy)).fingerprint)
     assert len(set(prints)) == len(prints) - 1
-
-
-# --- numbers --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,9 +129,6 @@ def test_a_smaller_size_averages():
     assert Frame((4, 4), 1).decode(encoded(noise)).std() < noise.std() / 4
 
 
-# --- damage ---------------------------------------------------------------------------------------------------------
-
-
 DAMAGES = {
     "cut": lambda content: content[:-40],
     "no picture": lambda _: b"<html>404</html>",
@@ -161,9 +149,6 @@ def test_a_corrupt_picture_is_one_error(pictures, tmp_path, damage):
         list(itertools.islice(feed, 4))
     assert isinstance(caught.value, UserError)
     assert "\n" not in str(caught.value) and str(caught.value).endswith("; fix it, or leave it out")
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,6 @@ def documents_of(side):
     return side.ids.tobytes().split(b"\0")[:-1]
 
 
-# --- samples --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [2, 9, 10, 11, 16, 17, 18, 100])
 def test_every_token_is_a_target_once(size):
     text = np.arange(1, size + 1).astype(np.uint8)
@@ -43,9 +40,6 @@ def test_every_token_is_a_target_once(size):
     assert not samples[-1]["tokens"][filling].any() and not samples[-1]["targets"][filling].any()
 
 
-# --- the split ------------------------------------------------------------------------------------------------------
-
-
 TEXTS = {f"chapter{i}": f"In chapter {i} of the tale, " * 5 for i in range(40)}
 
 
@@ -56,9 +50,6 @@ def test_one_file_is_split_at_its_tail(tmp_path, notices):
     assert documents_of(data.train) + documents_of(data.heldout) == [text[:900].encode(), text[900:].encode()]
     assert not data.whole and "the tail of each document" in str(data)
     assert notices.text.count("the tail of each is held out") == 1
-
-
-# --- sources --------------------------------------------------------------------------------------------------------
 
 
 def test_the_standard_library():

@@ -70,8 +70,6 @@ def test_rows_are_split_by_content(tmp_path):
     assert sides(f"hf:json:{tmp_path}/rows.jsonl") == sides(f"hf:parquet:{tmp_path}/rows.parquet") == expected
 
 
-# --- splits ---------------------------------------------------------------------------------------------------------
-
 SPLIT_NAMES = {
     "files": ("train-00000-of-00001.parquet", "test.parquet"),
     "folders": ("train/a.parquet", "test/a.parquet"),
@@ -96,9 +94,6 @@ def test_several_splits_are_named_and_never_mixed(tmp_path, names, glob):
     parquet(tmp_path / "other.parquet", TABLE)
     with pytest.raises(ValueError, match=r"name a split, or none does.*other.parquet beside test"):
         read_corpus(f"{source}:train")
-
-
-# --- data sets with a card, or saved ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +145,6 @@ def test_an_unreadable_data_set_is_one_line(hub, name, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_corpus(name.format(hub))
     assert "\n" not in str(caught.value)
-
-
-# --- what is wrong --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,6 @@ def test_a_mixture_has_one_tokenizer(file, texts):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
 
 
-# --- what is wrong --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
