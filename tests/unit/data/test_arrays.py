@@ -12,11 +12,6 @@ LABELS = RNG.integers(0, 4, 200)
 TOKENS = RNG.integers(0, 90, (50, 9)).astype(np.uint16)
 
 
-def save(path, **arrays):
-    np.savez(path, **arrays)
-    return path
-
-
 def sides(data, key="features"):
     """Both sides' rows of one array, as sets of bytes."""
     return tuple({side[index][key].tobytes() for index in range(len(side))} for side in (data.train, data.heldout))
@@ -105,22 +100,10 @@ def test_a_token_beyond_the_vocabulary_is_found():
         check_tokens(data, 1000)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"tokens": TOKENS[0]}, r"whole numbers \[samples, length \+ 1\]; given uint16 \[9\]"),
-        ({"tokens": TOKENS.astype(int) - 50}, r"tokens must count from 0; given -\d+ in tokens of sample 0"),
-        ({"tokens": TOKENS, "segments": TOKENS}, "packed tokens, with segments, require targets"),
-    ],
-)
-def test_tokens_that_cannot_be(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        array_data(wrong)
-
-
 def test_an_npz_is_the_dict_of_its_arrays(tmp_path):
-    path = save(tmp_path / "data.npz", features=FEATURES, labels=LABELS)
-    read, given = array_data(path), array_data({"features": FEATURES, "labels": LABELS})
+    path, arrays = tmp_path / "data.npz", {"features": FEATURES, "labels": LABELS}
+    np.savez(path, **arrays)
+    read, given = array_data(path), array_data(arrays)
     assert read.name == str(path) and read.fingerprint == given.fingerprint
     np.testing.assert_equal(dict(read.train[5]), dict(given.train[5]))
 
@@ -138,36 +121,37 @@ def test_npy_files_are_mapped(tmp_path, notices):
     assert sides(one) == sides(data)
 
 
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({}, "at least one array; given none in the arrays given"),
-        ({"x": FEATURES, "y": LABELS[:-1]}, r"same number of samples; given x \[200, 3\], y \[199\]"),
-        ({"x": np.where(FEATURES[17, 2] == FEATURES, np.nan, FEATURES)}, "finite .*; given nan in x of sample 17 of"),
-        ({"x": np.array([1, 2**31])}, "must fit in 32 bits, .* given 2147483648 in x of sample 1"),
-        ({"x": FEATURES, "labels": FEATURES[:, 0]}, r"one class a sample, .* given float64 \[200\]"),
-        ({"x": FEATURES, "labels": LABELS - 1}, "a class number must count from 0 .*; given -1 for sample"),
-    ],
-)
-def test_arrays_that_cannot_be(arrays, message):
-    with pytest.raises(ValueError, match=message):
-        array_data(arrays)
+XY = {"x": FEATURES, "labels": LABELS}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("arrays", "options", "message"),
     [
+        ({}, {}, "at least one array; given none in the arrays given"),
+        ({"x": FEATURES, "y": LABELS[:-1]}, {}, r"same number of samples; given x \[200, 3\], y \[199\]"),
         (
+            {"x": np.where(FEATURES[17, 2] == FEATURES, np.nan, FEATURES)},
+            {},
+            "finite .*; given nan in x of sample 17 of",
+        ),
+        ({"x": np.array([1, 2**31])}, {}, "must fit in 32 bits, .* given 2147483648 in x of sample 1"),
+        ({"x": FEATURES, "labels": FEATURES[:, 0]}, {}, r"one class a sample, .* given float64 \[200\]"),
+        ({"x": FEATURES, "labels": LABELS - 1}, {}, "a class number must count from 0 .*; given -1 for sample"),
+        (
+            XY,
             {"features": "z"},
             'features = "z" must name one of the arrays; given no array "z" in .*, which has x, labels',
         ),
-        ({"heldout": {"x": FEATURES}}, "names and shapes of the training arrays"),
-        ({"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4; given 4"),
+        (XY, {"heldout": {"x": FEATURES}}, "names and shapes of the training arrays"),
+        (XY, {"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4; given 4"),
+        ({"tokens": TOKENS[0]}, {}, r"whole numbers \[samples, length \+ 1\]; given uint16 \[9\]"),
+        ({"tokens": TOKENS.astype(int) - 50}, {}, r"tokens must count from 0; given -\d+ in tokens of sample 0"),
+        ({"tokens": TOKENS, "segments": TOKENS}, {}, "packed tokens, with segments, require targets"),
     ],
 )
-def test_arguments_that_cannot_be(wrong, message):
+def test_wrong_arrays_and_arguments_are_refused(arrays, options, message):
     with pytest.raises(ValueError, match=message):
-        array_data({"x": FEATURES, "labels": LABELS}, **wrong)
+        array_data(arrays, **options)
 
 
 def test_the_split_is_by_content():
@@ -195,10 +179,8 @@ def test_a_held_out_set_of_its_own():
 
 def test_the_fingerprint_is_of_every_sample():
     given = {"features": FEATURES, "labels": LABELS, "weights": np.ones(200)}
-    prints = {
-        array_data(given).fingerprint,
-        array_data({key: array.copy() for key, array in given.items()}).fingerprint,
-    }
+    copies = {key: array.copy() for key, array in given.items()}
+    prints = {array_data(given).fingerprint, array_data(copies).fingerprint}
     assert len(prints) == 1
     for key in given:
         changed = given[key].copy()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -29,17 +30,10 @@ class Pictures:
 SOURCE = augmented(Pictures(), crop_padding=2, flip=True, seed=SEED)
 
 
-def first(count, batches):
-    iterator = iter(batches)
-    taken = [next(iterator) for _ in range(count)]
-    iterator.close()
-    return taken
-
-
 def rows(count, *, batch_size, **options):
     """The first `count` rows of a run: a list of (label, bytes of the image)."""
     batches = global_batches(SOURCE, batch_size=batch_size, seed=SEED, **options)
-    pairs = (zip(batch["labels"], batch["images"], strict=True) for batch in first(-(-count // batch_size), batches))
+    pairs = (zip(batch["labels"], batch["images"], strict=True) for batch in islice(batches, -(-count // batch_size)))
     return [(int(label), image.tobytes()) for label, image in itertools.chain(*pairs)][:count]
 
 

@@ -40,9 +40,6 @@ def test_every_token_is_a_target_once(size):
     assert not samples[-1]["tokens"][filling].any() and not samples[-1]["targets"][filling].any()
 
 
-TEXTS = {f"chapter{i}": f"In chapter {i} of the tale, " * 5 for i in range(40)}
-
-
 def test_one_file_is_split_at_its_tail(tmp_path, notices):
     text = "".join(f"{number:03d} " for number in range(250))
     text_data(write(tmp_path, only=text), length=8, heldout_fraction=0.1)
@@ -91,32 +88,22 @@ def test_a_directory_is_read_by_suffix(tmp_path, notices):
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "options", "message"),
     [
-        ("missing.txt", r"exists; given missing.txt, looked for at /.*/missing.txt: fix the path"),
-        ("pictures", r"must hold .txt, .md, .rst, .py files; given pictures with 1 other files such as a.png: write"),
-        ("empty.txt", r"text must not be empty; given empty.txt: 1 empty file"),
-        ([], r"source must name some text; given an empty list"),
-        ("short.txt", r"length 16 needs 17 tokens; given 10 \(of 12 in short.txt, the others held out\): use a"),
+        ("missing.txt", {}, r"exists; given missing.txt, looked for at /.*/missing.txt: fix the path"),
+        ("pictures", {}, r"must hold .txt, .* files; given pictures with 1 other files such as a.png: write"),
+        ("empty.txt", {}, r"text must not be empty; given empty.txt: 1 empty file"),
+        ([], {}, r"source must name some text; given an empty list"),
+        ("short.txt", {}, r"length 16 needs 17 tokens; given 10 \(of 12 in short.txt, the others held out\): use a"),
+        ("stdlib", {"length": 0}, "length must be at least 1; given 0"),
+        ("short.txt", {"heldout_fraction": 0.0}, "heldout_fraction must be between 0 and 1; given 0.0"),
+        ("short.txt", {"heldout_fraction": float("nan")}, "heldout_fraction must be between 0 and 1; given nan"),
     ],
 )
-def test_what_is_wrong_with_a_source_is_reported(tmp_path, monkeypatch, source, message):
+def test_wrong_sources_and_arguments_are_refused(tmp_path, monkeypatch, source, options, message):
     write(tmp_path, empty="", short="ten bytes!", one="1")
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        text_data(source, length=16)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"length": 0}, "length must be at least 1; given 0"),
-        ({"heldout_fraction": 0.0}, "heldout_fraction must be between 0 and 1; given 0.0"),
-        ({"heldout_fraction": float("nan")}, "heldout_fraction must be between 0 and 1; given nan"),
-    ],
-)
-def test_what_is_wrong_with_an_argument_is_reported(tmp_path, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        text_data(write(tmp_path, **TEXTS), **({"length": 8} | wrong))
+        text_data(source, **{"length": 16} | options)
