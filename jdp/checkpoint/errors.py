@@ -4,8 +4,6 @@ Orbax and TensorStore raise long errors of many kinds (`OSError`, `ValueError`, 
 traceback. They become the cause of a `CheckpointError` that names the failure, the reason and the fix.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -4,8 +4,6 @@ A checkpoint is written to `.NAME.saving` beside its path and moved when it is c
 old or the new checkpoint at the path. With `overwrite`, only `.NAME.old` exists for a moment between two moves.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path

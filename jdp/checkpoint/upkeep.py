@@ -10,8 +10,6 @@ error lets the user decide. Steps that a run abandons by `go_back`, damaged or n
 `abandoned-2`, …
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

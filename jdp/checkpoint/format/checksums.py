@@ -6,8 +6,6 @@ file and table, are not detected: the hash is not a signature. With several proc
 wrote, and process 0 the rest; each checks a share of the files.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

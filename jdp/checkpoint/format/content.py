@@ -10,8 +10,6 @@ It is independent of meshes, strategies, processes and container types. Reading 
 leaves give the path, shape, dtype and sharding of each array, and reads only these into memory.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Arrays are not compressed, because zstandard saves only 7% on trained float32 we
 processor time of all other work in both directions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ of the neighbouring host into the slot with the older generation. They are hashe
 cannot copy, all stop, because a partial generation is useless. The next start finds generations complete on all hosts.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 import socket

@@ -5,8 +5,6 @@ a host that has a missing part puts its bytes into a buffer. The devices add up 
 byte all but one are zero. `received` sends each device's parts to a device of the next host.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence

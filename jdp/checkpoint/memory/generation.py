@@ -4,8 +4,6 @@ Each visit of a process writes into two slots in turn, so one generation is alwa
 memory and its mapping, because a new page costs more than copying one.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -5,8 +5,6 @@ was removed and started again finds nothing of the old one. Each process holds a
 run is refused. A later run removes unused folders.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

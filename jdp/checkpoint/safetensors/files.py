@@ -5,8 +5,6 @@ several files and an index, as in Hugging Face's libraries. jdp's files have "jd
 indexes are neither replaced nor removed. Anyone may have written an index, so its names must stay in its folder.
 """
 
-from __future__ import annotations
-
 import functools
 import glob
 import json

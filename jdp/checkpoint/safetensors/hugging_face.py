@@ -5,8 +5,6 @@ transposed; the rotary pairing is the same. Mistral, Qwen2 and Qwen3 have Llama'
 `qk_norm`. `layers/...` is index N of a stack in a scanned model, and `layers/N/...` in an unrolled one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from jdp.base.errors import UserError

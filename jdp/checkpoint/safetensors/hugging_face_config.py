@@ -6,8 +6,6 @@ names refuses weights whose configuration differs from the model's (`differences
 (`written`). Anything that `jdp.models.GPT` cannot compute is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace

@@ -4,8 +4,6 @@ A tensor is one `Part` or several, joined along their last dim; a part is a comp
 stacked parameter. A tensor may be stored transposed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
