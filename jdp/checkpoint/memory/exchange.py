@@ -93,7 +93,7 @@ class Generation:
     ) -> None:
         """Make it from the entries of its index, this host's parts, and the parts on the host of each process."""
         self.folder, self._head, self._parts, self._suppliers = folder, head, parts, suppliers
-        self._grids = {path: Grid.of(*fields) for path, fields in head["grids"].items()}
+        self._grids = {path: Grid(*fields) for path, fields in head["grids"].items()}
         self._fetched = dict[int, np.ndarray]()
         self.from_others = 0  # bytes
 

@@ -5,8 +5,6 @@ single host is also sent to the next host, so losing a host loses nothing. Under
 nothing is sent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +24,9 @@ class Grid:
     """An array's shape and dtype, the shape of its parts, and the number of its first part."""
 
     dtype: str
-    shape: tuple[int, ...]
-    chunk: tuple[int, ...]
+    shape: Sequence[int]
+    chunk: Sequence[int]
     first: int
-
-    @staticmethod
-    def of(dtype: str, shape: Sequence[int], chunk: Sequence[int], first: int) -> Grid:
-        """Return the grid with these fields, as JSON has them."""
-        return Grid(dtype, tuple(shape), tuple(chunk), first)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -69,7 +62,7 @@ def layout(arrays: Mapping[str, Any], hosts: Sequence[int], me: int) -> Layout:
     grids, first = dict[str, Grid](), 0
     for path, x in arrays.items():
         chunk = x.shape if isinstance(x, np.ndarray) else x.sharding.shard_shape(x.shape)
-        grids[path] = Grid.of(str(x.dtype), x.shape, chunk, first)
+        grids[path] = Grid(str(x.dtype), x.shape, chunk, first)
         first += math.prod(grids[path].counts)
     mesh = next((x.sharding.mesh for x in arrays.values() if _is_on_mesh(x)), None)
     route = () if mesh is None else _route(mesh, hosts)
