@@ -151,8 +151,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: this checkpoint or the previous one cannot be written; earlier ones are complete. Or this
-                step or a later one exists: call `go_back`. Or the state is abstract, `record` is not JSON, or this
-                directory is closed.
+                step or a later one exists, or steps after the restored one: call `go_back`. Or another process saves
+                here now, the state is abstract, `record` is not JSON, or this directory is closed.
             ValueError: a tree without `step`, or a train state with another step than its own. Or the metric `best` is
                 not in `metrics`, or a metric is not a number.
         """

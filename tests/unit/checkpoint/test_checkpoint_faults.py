@@ -102,10 +102,7 @@ def test_a_save_survives_a_clock_that_jumps(tmp_path, monkeypatch):
 
 
 def test_a_single_save_survives_a_full_disk(tmp_path):
-    with (
-        files_of_at_most(50_000),
-        pytest.raises(jdp.CheckpointError, match=r"one was not saved: File too large\. Free"),
-    ):
+    with files_of_at_most(50_000), pytest.raises(jdp.CheckpointError, match=r"one was not saved: File too large\. F"):
         jdp.save(tmp_path / "one", at(0))
     assert list(tmp_path.iterdir()) == []
     jdp.save(tmp_path / "one", at(1))

@@ -143,9 +143,7 @@ def test_weights_alone_fall_back_too(own):
 def test_nothing_is_moved_if_none_is_whole(own):
     flip(arrays_of(own / "1"), 5000)
     cut(own / "2" / "checkpoint.json")
-    message = (
-        r"No checkpoint in .*own is whole \(2: checkpoint.json has .* bytes of .*; 1: state/.* has changed\)\. Replace"
-    )
+    message = r"No checkpoint in .*own is whole \(2: checkpoint.json has .*; 1: state/.* has changed\)\. Replace"
     with jdp.Checkpoints(own) as checkpoints, pytest.raises(jdp.CheckpointError, match=message):
         checkpoints.restore(target())
     with pytest.raises(jdp.CheckpointError, match=message):

@@ -182,10 +182,7 @@ UNKNOWN = {
 "windows": (QWEN3 | {"use_sliding_window": True}, "use_sliding_window must be false or null .*given true"),
 "an option": (QWEN3 | {"attention_sinks": 4}, "attention_sinks = 4 is not a known option of Qwen3. If the m"),
 "an activation": (GPT2 | {"activation_function": "relu"}, "activation_function must be gelu_new or .*given .relu"),
-"yarn": (
-        LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        'rope_scaling.rope_type must be default or llama3 .*given "yarn"',
-    ),
+"yarn": (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, 'rope_type must be default or llama3 .*given "yarn"'),
 "quantised": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config must be null"),
 "text": (LLAMA | {"hidden_size": "32"}, 'hidden_size must be a whole number .*given "32"'),
 "heads": (LLAMA | {"num_attention_heads": 5, "head_dim": None}, "heads must divide width"),

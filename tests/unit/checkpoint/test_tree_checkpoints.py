@@ -111,7 +111,5 @@ def test_states_and_trees_are_told_apart(saved, tmp_path):
             read(folder / "one", state)
     with pytest.raises(jdp.CheckpointError, match=whole):
         jdp.restore_params(folder / "one", state.params)
-    with pytest.raises(
-        jdp.CheckpointError, match=r"holds a train state, and the target is another tree.*jdp\.restore_params"
-    ):
+    with pytest.raises(jdp.CheckpointError, match=r"holds a train state, .* another tree.*jdp\.restore_params"):
         jdp.restore(tmp_path / "state", state.params)

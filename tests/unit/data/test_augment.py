@@ -136,10 +136,7 @@ def test_only_what_is_trained_on_is_augmented():
 
 
 REFUSED = {
-    "negative": (
-        {"crop_padding": -1},
-        "crop_padding must be 0 or more, and less than the height and width of images .5, 4",
-    ),
+    "negative": ({"crop_padding": -1}, "crop_padding must be 0 or more, .* height and width of images .5, 4"),
     "both": ({"resized_crop": 0.5, "crop_padding": 1}, "resized_crop and crop_padding both crop; given 0.5 and 1"),
     "arrays": ({"resized_crop": 0.5}, "resized_crop requires pictures from image_data; given Pictures"),
 }
@@ -160,19 +157,15 @@ def test_samples_without_images_and_mixtures_are_refused():
 
 
 KEYS = {
-    "word": ("vit-digits", "digits", 'augment = "flip"', "data.augment must be one of crop, resized_crop"),
-    "features": (
-        "mlp",
-        "digits",
-        'augment = "crop"',
-        "data.augment is for images, and model.name = 'mlp' learns features",
-    ),
+    "word": ("vit-digits", "flip", "data.augment must be one of crop, resized_crop"),
+    "features": ("mlp", "crop", "data.augment is for images, and model.name = 'mlp' learns features"),
 }
 
 
-@pytest.mark.parametrize(("model", "source", "key", "expected"), KEYS.values(), ids=KEYS)
-def test_a_wrong_key_is_one_error(tmp_path, capsys, model, source, key, expected):
+@pytest.mark.parametrize(("model", "augment", "expected"), KEYS.values(), ids=KEYS)
+def test_a_wrong_key_is_one_error(tmp_path, capsys, model, augment, expected):
     (tmp_path / "a.toml").write_text(
-        f'name = "a"\nmodel.name = "{model}"\ntrain = {{steps = 1, batch_size = 8}}\n[data]\nsource = "{source}"\n{key}'
+        f'name = "a"\nmodel.name = "{model}"\ntrain = {{steps = 1, batch_size = 8}}\n'
+        f'data = {{source = "digits", augment = "{augment}"}}'
     )
     assert expected in refused(capsys, "train", tmp_path / "a.toml", "--run-dir", tmp_path)

@@ -129,10 +129,7 @@ def test_a_smaller_size_averages():
     assert Frame((4, 4), 1).decode(encoded(noise)).std() < noise.std() / 4
 
 
-DAMAGES = {
-    "cut": lambda content: content[:-40],
-    "no picture": lambda _: b"<html>404</html>",
-}
+DAMAGES = {"cut": lambda content: content[:-40], "no picture": lambda _: b"<html>404</html>"}
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -157,10 +154,7 @@ def test_a_corrupt_picture_is_one_error(pictures, tmp_path, damage):
         ((), "imagefolder reads .png, .* there are none"),
         (("1.png", "2.png"), "a column of labels must be named, .* given none that is known"),
         (("cat/1.png", "dog/1.png"), "two different samples, .* given 2 equal"),
-        (
-            ("train/cat/1.png", "extra/cat/1.png"),
-            r"name a split, or none .* with 1 such as .*extra/cat/1.png",
-        ),
+        (("train/cat/1.png", "extra/cat/1.png"), "name a split, or none .* with 1 such as .*extra/cat/1.png"),
     ],
 )
 def test_directories_that_cannot_be(tmp_path, names, message):

@@ -134,10 +134,7 @@ def test_data_sets_on_a_disk(hub, name, expected):
         ("hf:{}/splits", "a source is one split; .* has train, test: write one of .*splits:train"),
         ("hf:{}/files:dev", 'Unknown split "dev"'),
         ("hf:{}/script", "Dataset scripts are no longer supported"),
-        (
-            "hf:json:{}/nothing",
-            "json reads .json, .jsonl, .ndjson files; given .*nothing, looked for at .* there are none",
-        ),
+        ("hf:json:{}/nothing", "json reads .json, .* files; given .*nothing, looked for at .* there are none"),
         ("hf:nobody/nothing/config:train", r"Couldn't reach 'nobody/nothing' on the Hub"),
     ],
 )
@@ -147,10 +144,7 @@ def test_an_unreadable_data_set_is_one_line(hub, name, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "builder"),
-    [("a.json.gz", "json"), ("a.parquet", "parquet")],
-)
+@pytest.mark.parametrize(("name", "builder"), [("a.json.gz", "json"), ("a.parquet", "parquet")])
 def test_another_file_is_told_how_to_be_read(tmp_path, name, builder):
     (tmp_path / name).write_bytes(b"x")
     for source in (tmp_path / name, f"{tmp_path}/*", tmp_path):
@@ -170,10 +164,7 @@ def test_a_directory_of_text_and_rows_is_ambiguous(tmp_path):
     ("column", "message"),
     [
         ({"text": ["a", None]}, r'"text" must be text; given nothing \(null\) in .*a.parquet .*, row 1'),
-        (
-            {"body": ["a"], "title": ["b"]},
-            'field = "text" must be a column; given .* with body, title: name one of these',
-        ),
+        ({"body": ["a"], "title": ["b"]}, 'field = "text" must be a column; given .* with body, title: name one'),
         ({"input_ids": [[1]]}, r'field = "text" .* write ids = "input_ids" for token ids'),
         ({"text": ["", ""]}, r"text must not be empty; given .*: 2 empty file\(s\) or row\(s\)"),
     ],

@@ -188,9 +188,7 @@ def test_text_that_is_not_utf8_is_named(file, tmp_path):
 
 
 def test_a_tokenizer_must_fit_the_model(file, texts):
-    with pytest.raises(
-        ValueError, match=r"given vocab_size 299 and 300 in .*tokenizer.json .*: set vocab_size to 300 \(importing"
-    ):
+    with pytest.raises(ValueError, match=r"given vocab_size 299 and 300 in .*: set vocab_size to 300 \(importing"):
         text_data(texts, length=4, tokenizer=str(file), vocab_size=299)
     assert text_data(texts, length=4, tokenizer=str(file), vocab_size=512).vocab_size == 300
     with pytest.raises(ValueError, match="given vocab_size 255 and 256 in bytes"):
