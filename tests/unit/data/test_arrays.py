@@ -134,6 +134,7 @@ XY = {"x": FEATURES, "labels": LABELS}
         ({"x": FEATURES, "labels": FEATURES[:, 0]}, {}, r"one class a sample, .* given float64 \[200\]"),
         ({"x": FEATURES, "labels": LABELS - 1}, {}, "a class number must count from 0 .*; given -1 for sample"),
         (XY, {"features": "z"}, 'features = "z" must name one .*; given no array "z" in .*, which has x, labels'),
+        (XY | {"features": FEATURES}, {"features": "x"}, 'features = "x" must name one .*; given "features" too in'),
         (XY, {"heldout": {"x": FEATURES}}, "names and shapes of the training arrays"),
         (XY, {"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4; given 4"),
         ({"tokens": TOKENS[0]}, {}, r"whole numbers \[samples, length \+ 1\]; given uint16 \[9\]"),
