@@ -390,7 +390,6 @@ class Checkpoints:
 
     def _begin(self) -> None:
         self._claim = self._claim or upkeep.claim(self.directory)
-        upkeep.mark(self.directory)
 
     def _release(self) -> None:
         if self._claim is not None:

@@ -81,7 +81,10 @@ def make_directory(directory: Path) -> None:
 
 
 def claim(directory: Path) -> BinaryIO:
-    """Return the marker file, locked until `release`: one process at a time saves. Raises CheckpointError."""
+    """Return the marker file, locked until `release`; delete folders that killed runs left.
+
+    Raises CheckpointError if another process saves.
+    """
     marker = (directory / MARKER).open("ab")
     try:
         fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,6 +96,9 @@ def claim(directory: Path) -> BinaryIO:
         ) from None
     except OSError:  # a file system without locks
         pass
+    for path in list(directory.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            remove(path)
     return marker
 
 
@@ -100,14 +106,6 @@ def release(marker: BinaryIO) -> None:
     """Unlock the marker file; to close it is not enough if this process has forked meanwhile."""
     with marker, suppress(OSError):
         fcntl.flock(marker, fcntl.LOCK_UN)
-
-
-def mark(directory: Path) -> None:
-    """Mark a directory as jdp's; delete folders that killed runs left half-written or half-deleted."""
-    (directory / MARKER).touch()
-    for path in list(directory.iterdir()):
-        if _LEFTOVER.fullmatch(path.name):
-            remove(path)
 
 
 def remove(folder: Path) -> None:

@@ -79,7 +79,6 @@ class Slot:
         return [self._mapped[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]
 
     def commit(self, head: Mapping[str, Any], numbers: Iterable[int], parts: Sequence[np.ndarray]) -> None:
-        """Hash the parts and write the index, which commits them."""
         offsets = _offsets([part.size for part in parts])
         rows = [
             [number, offset, part.size, xxhash.xxh3_64_hexdigest(part.data)]

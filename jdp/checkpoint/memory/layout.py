@@ -30,7 +30,6 @@ class Grid:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of parts along each dimension."""
         return tuple(size // part for size, part in zip(self.shape, self.chunk, strict=True))
 
     @property
@@ -38,7 +37,6 @@ class Grid:
         return math.prod(self.chunk) * np.dtype(self.dtype).itemsize
 
     def number(self, index: Index) -> int:
-        """Return the number of the part at these indices."""
         place = [(each.start or 0) // part for each, part in zip(index, self.chunk, strict=True)]
         return self.first + (int(np.ravel_multi_index(place, self.counts)) if place else 0)
 

@@ -33,7 +33,6 @@ class Table:
         return kind(value)
 
     def choice(self, key: str, among: Mapping[str, Any], default: str | None = None) -> Any:
-        """Return the value of `among` for a word."""
         value = self._or_default(key, default)
         if not isinstance(value, str) or value not in among:
             raise self.wrong(key, " or ".join(among), value)

@@ -33,8 +33,6 @@ def is_inert(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """A model type."""
-
     name: str  # in its authors' spelling
     architecture: str  # the class of `transformers`
     keys: Mapping[str, str]  # key -> field of `GPTConfig`

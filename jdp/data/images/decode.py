@@ -60,8 +60,6 @@ class Pictures(ABC):
 
 @dataclass(frozen=True)
 class Frame:
-    """The size and channels of all samples."""
-
     # (height, width) in pixels; None: no resizing, so all pictures must have the same size
     size: tuple[int, int] | None
     channels: int  # 1 (grey), 3 (red, green, blue) or 4 (and opacity)

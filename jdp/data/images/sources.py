@@ -29,8 +29,6 @@ LABEL_NAMES = ("label", "labels", "fine_label", "class", "cls")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ArrayPictures(Pictures):
-    """Pictures in memory."""
-
     images: NDArray[np.uint8]  # [pictures, height, width, channels]
 
     def name_of(self, index: int, /) -> str:
@@ -101,8 +99,6 @@ def open_pictures(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HubPictures(Pictures):
-    """Pictures in rows."""
-
     contents: Any  # a `pyarrow.ChunkedArray` of bytes; null if the picture is in a file
     paths: Any  # a `pyarrow.ChunkedArray` of the files' paths
 

@@ -34,7 +34,6 @@ def text_files(entries: Sequence[PathLike]) -> list[Path]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return all of a file. Raises ValueError if the system refuses to read it."""
     try:
         check_regular(path)
         return path.read_bytes()

@@ -42,8 +42,6 @@ _STREAM_ROWS = 1024  # read at a time
 
 @dataclass(frozen=True, eq=False)
 class HubRows:
-    """The rows of one split."""
-
     name: str  # of the data set, with its split
     identity: str  # identifies the content
     size: int | None  # in bytes; None: unknown before reading

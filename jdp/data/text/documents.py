@@ -77,7 +77,6 @@ def text_tokens(source: PathLike | Sequence[PathLike], field: str, tokenizer: To
 
 
 def find_text(source: PathLike | Sequence[PathLike]) -> Found:
-    """Find the text of a source without reading it."""
     name, words, data_sets = entries(source)
     return Found(name, tuple(text_files(words)), data_sets)
 

@@ -54,7 +54,6 @@ class MappedTokens:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
         return self._tokens.nbytes
 
 
