@@ -121,11 +121,9 @@ def _unusable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def _is_held(lock: Path) -> bool:
-    handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
+    with lock.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False

@@ -25,8 +25,8 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
     Raises:
         ValueError: the configuration is of another architecture.
     """
-    _require(config, "GPT-2", positions="learned", activation=("gelu", "gelu_exact"), norm="layer", bias=True)
-    _require(config, "GPT-2", qk_norm=False)
+    gelus = "gelu", "gelu_exact"
+    _require(config, "GPT-2", positions="learned", activation=gelus, norm="layer", bias=True, qk_norm=False)
     if config.key_value_heads != config.heads:
         raise UserError(
             f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}. Write your own "
