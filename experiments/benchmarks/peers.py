@@ -9,7 +9,8 @@ formed within a round. Two clocks: processor time of all threads of all its proc
 something on idle cores only.
 
 - jdp: `peers_jax.py jdp`, the shipped experiment's way: zero1 on four virtual devices. `--was` names an older checkout.
-- by hand: `peers_jax.py hand`, in JAX as well as we can, on as many devices and on fewer.
+- by hand: `peers_jax.py hand`, in JAX as well as we can, on as many devices and on fewer; "8 threads" lets XLA have two
+  threads for each device, as jdp does (`jdp.base.machine.provide_threads` says why).
 - PyTorch: `peers_torch.py`, two processes with one thread each under DistributedDataParallel, eager and compiled, and
   fully sharded (FSDP2); "kept" keeps freed memory as jdp does.
 
@@ -46,6 +47,7 @@ JAX = {
     "jdp ddp, 4 devices": ("jdp", "ddp", "4"),
     "jdp ddp, 2 devices": ("jdp", "ddp", "2"),
     "by hand, zero1, 4 devices": ("hand", "zero1", "4"),
+    "by hand, zero1, 8 threads": ("hand", "zero1", "4"),
     "by hand, ddp, 4 devices": ("hand", "ddp", "4"),
     "by hand, ddp, 2 devices": ("hand", "ddp", "2"),
 }
@@ -63,7 +65,8 @@ PROMISED = f"≤ 0.50 {BEFORE}; ≤ 1.01 by hand; ≤ 0.91 PyTorch DDP, eager; �
 
 def jax_team(name: str, checkout: Path) -> Team:
     """Start a contender of `peers_jax.py` with the jdp of a checkout."""
-    return Team.start(name, [([sys.executable, str(HERE / "peers_jax.py"), *JAX[name]], {"PYTHONPATH": str(checkout)})])
+    variables = {"PYTHONPATH": str(checkout)} | ({"PJRT_NPROC": "8"} if name.endswith("8 threads") else {})
+    return Team.start(name, [([sys.executable, str(HERE / "peers_jax.py"), *JAX[name]], variables)])
 
 
 def full_rate_mkl(folder: Path) -> dict[str, str]:
