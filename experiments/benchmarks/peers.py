@@ -23,7 +23,7 @@ Intel's, as here.
     jdp zero3, 4 devices   0.786 ± 0.032  (190 ms)
 
 So the hand's step is 41 % faster, where 1 % was promised; `../LOG.md` says why: with 8 threads it takes 1.21 of its own
-time. Kept memory is worth a quarter: with JDP_FRESH_MEMORY=1 a step took 358 ms where it took 271 (2026-11-22, load 12).
+time. Kept memory is worth a quarter: with JDP_FRESH_MEMORY=1 a step took 358 ms for 271 (2026-11-22, load 12).
 """
 
 import os
