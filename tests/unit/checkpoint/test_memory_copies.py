@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from damage import flip
 from tiny_states import assert_same_bits
 
 import jdp
@@ -109,37 +110,23 @@ def test_replaced_copies_are_not_read(tmp_path):
         assert checkpoints.restore(state_at(0))[1] == {"said": 4}
 
 
-def half_written(memory, number):
-    """The index of the newest is not there yet."""
-    newest = max(memory.glob("*/*.json"), key=lambda file: file.stat().st_mtime_ns)
-    newest.rename(newest.with_suffix(".new"))
+DAMAGES = {
+    "half written": lambda index: index.rename(index.with_suffix(".new")),
+    "flipped": lambda index: flip(index.with_suffix(""), 0),
+    "changed index": lambda index: index.write_text(index.read_text().replace('"said"', '"lied"')),
+}
 
 
-def flipped(memory, number):
-    for file in memory.glob("*/*.[01]"):
-        content = bytearray(file.read_bytes())
-        index = file.with_name(f"{file.name}.json").read_text()
-        if f'"key": [{number},' in index:
-            content[0] ^= 4
-            file.write_bytes(content)
-
-
-def changed_index(memory, number):
-    for file in memory.glob("*/*.json"):
-        text = file.read_text()
-        if f'"key": [{number},' in text:
-            file.write_text(text.replace('"said"', '"lied"'))
-
-
-@pytest.mark.parametrize("damage", [half_written, flipped, changed_index])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_generation_does_not_count(damage, memory, tmp_path, capsys):
     left_by(tmp_path, 3, 4, 7, stored=3)
-    damage(memory, 7)
+    (index,) = (file for file in memory.glob("*/*.json") if '"key": [7,' in file.read_text())
+    DAMAGES[damage](index)
     with opened(tmp_path) as checkpoints:
         state, record = checkpoints.restore(state_at(0))
     assert record == {"said": 4}
     assert_same_bits(state, state_at(4))
-    assert ("step 7 in the hosts' memory is damaged" in capsys.readouterr().err) == (damage is flipped)
+    assert ("step 7 in the hosts' memory is damaged" in capsys.readouterr().err) == (damage == "flipped")
 
 
 def test_the_restored_generation_is_not_overwritten(memory, tmp_path):

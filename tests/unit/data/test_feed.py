@@ -1,5 +1,6 @@
 """From this process' numpy batches to global arrays: whose rows, how far ahead, and what ends it."""
 
+import functools
 import gc
 import os
 import signal
@@ -90,17 +91,12 @@ def test_rows_that_do_not_divide_are_refused():
         next(jdp.shard_batches([{"x": np.float32(1)}], plan_of()))
 
 
-def mapped(shape, path):
-    """An array in a file: a mapping begins at a page."""
-    return np.memmap(path / "buffer", np.float32, "w+", shape=shape)
-
-
 @pytest.mark.parametrize("kind", ["numpy", "memory map"])
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 1, "model": 8}])
 def test_a_reused_buffer_is_copied(kind, axes, tmp_path):
     shape = (16, 16)  # two rows a device: 128 bytes, so that every device's part is aligned too
-    make = {"numpy": aligned, "memory map": lambda shape: mapped(shape, tmp_path)}
-    buffer, plan = make[kind](shape), plan_of(**axes)
+    mapped = functools.partial(np.memmap, tmp_path / "buffer", np.float32, "w+", 0)  # begins at a page
+    buffer, plan = (aligned if kind == "numpy" else mapped)(shape), plan_of(**axes)
     alias = jax.device_put(np.asarray(buffer), jax.devices()[0])
     buffer[:] = 7
     assert float(alias[0, 0]) == 7, "JAX did alias it, or this test shows nothing"
