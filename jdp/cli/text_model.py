@@ -142,7 +142,7 @@ def _experiment(folder: Path, plugin: Mapping[str, str]) -> Experiment:
     if made != NONE:
         raise ExperimentError(f"{rule} model.make = {made!r}: name another run")
     experiment = load(folder / FILE, plugin)
-    if not isinstance(experiment.model.config, GPTConfig):
+    if not experiment.model.is_gpt:
         raise ExperimentError(f"{rule} {experiment.model.chosen}: name another run")
     if experiment.kind != "text":
         raise ExperimentError(f"{rule} data.make = {experiment.data.make!r}, whose tokens only it knows: export it")

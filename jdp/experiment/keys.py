@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from jdp.base.toml import toml_value
+from jdp.experiment.schema.fields import OnlyFor
 
 Path = tuple[int | str, ...]
 _FREE_KEYS = {"mesh": "AXIS", "rules": "PATTERN"}
@@ -68,7 +69,7 @@ def table_keys(schema: type[BaseModel]) -> list[Key]:
             f"{name}.{_FREE_KEYS[name]}" if typing.get_origin(field.annotation) is dict else name,
             _type_text(field.annotation) + _range(field.metadata),
             "required" if field.is_required() else "none" if field.default is None else toml_value(field.default),
-            " ".join((field.description or "").split()),
+            " ".join(f"{field.description or ''}{_readers(field.metadata)}".split()),
         )
         for name, field in schema.model_fields.items()
         if not table_class(field) and not named_table(field)
@@ -107,6 +108,12 @@ def _range(rules: Iterable[Any]) -> str:
         if getattr(rule, name, None) is not None
     ]
     return "".join(limits)
+
+
+def _readers(rules: Iterable[Any]) -> str:
+    """Return for which experiments a key is read, as a sentence; "" for all."""
+    readers = "; for ".join(rule.readers for rule in rules if isinstance(rule, OnlyFor))
+    return f" For {readers}." if readers else ""
 
 
 def table_class(field: FieldInfo) -> type[BaseModel] | None:

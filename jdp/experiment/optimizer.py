@@ -19,7 +19,6 @@ from jdp.core.update.schedules import warmup
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.muon import VECTORS, muon
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.train import USED_BY
 from jdp.models import GPTConfig, ViTConfig
 
 
@@ -71,11 +70,16 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
     config = experiment.model.config
     stacked = isinstance(config, GPTConfig | ViTConfig) and bool(config.scan)
     decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}
+    moments = {"b1": chosen.b1, "b2": chosen.b2}
     match chosen.name:
-        case "adamw" | "adam" | "lion" | "adagrad":
-            settings = {key: getattr(chosen, key) for key in USED_BY[chosen.name]}
-            settings |= {"mask": decay_mask} if "weight_decay" in settings else {}
-            return getattr(optax, chosen.name)(rate, **settings)
+        case "adamw":
+            return optax.adamw(rate, **moments, eps=chosen.eps, **decay)
+        case "adam":
+            return optax.adam(rate, **moments, eps=chosen.eps)
+        case "lion":
+            return optax.lion(rate, **moments, **decay)
+        case "adagrad":
+            return optax.adagrad(rate, eps=chosen.eps)
         case "sgd":
             step = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
             return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
@@ -86,7 +90,7 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
             step = optax.chain(optax.chain(optax.scale_by_factored_rms(), clipped, scaled, *mean))
             return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
         case "lamb":
-            adam = optax.scale_by_adam(b1=chosen.b1, b2=chosen.b2, eps=chosen.eps)
+            adam = optax.scale_by_adam(**moments, eps=chosen.eps)
             trust = by_layer(optax.scale_by_trust_ratio(), stacked)
             return optax.chain(adam, optax.add_decayed_weights(**decay), trust, optax.scale_by_learning_rate(rate))
         case "lars":
@@ -101,7 +105,7 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
             return optax.rmsprop(rate, decay=chosen.b2, eps=chosen.eps, momentum=chosen.momentum or None)
         case "muon":
             share = 1.0 if chosen.adam_lr is None else chosen.adam_lr / chosen.lr
-            adamw = optax.adamw(lambda count: share * rate(count), b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)
+            adamw = optax.adamw(lambda count: share * rate(count), **moments, eps=chosen.eps, **decay)
             return muon(rate, adamw, optax.add_decayed_weights(**decay), shapes, beta=chosen.beta, eps=chosen.eps)
 
 

@@ -21,7 +21,7 @@ from jdp.base.errors import UserError
 from jdp.base.words import DtypeName, Encoding, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.data import Data, EvalSet
-from jdp.experiment.schema.fields import CompilerTable, PackageName, Rule, RunName, Section, named
+from jdp.experiment.schema.fields import CompilerTable, OnlyFor, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import Model, UnknownModel, model_table
 from jdp.experiment.schema.rules import broken_rules
 from jdp.experiment.schema.train import ACCURACY, Guard, LossTable, Optimizer, Sample, Train
@@ -55,7 +55,9 @@ class Experiment(Section):
     "auto": "overlap" on several GPUs), or a table of XLA's options, such as
     { xla_gpu_enable_while_loop_double_buffering = true }. Options unknown to the devices' compiler are dropped and
     reported."""
-    wire: Encoding | None = None
+    wire: Annotated[
+        Encoding | None, OnlyFor('partitioning = "manual", where jdp sends', lambda x: x.partitioning != "auto")
+    ] = None
     """Encoding of gradients on slow links: "bf16" (2 bytes) or "int8" (1); none = the dtype of `reduce`. Sums are
     fp32."""
     buckets: Annotated[int, Field(ge=1, le=2**40)] | None = None
@@ -70,13 +72,21 @@ class Experiment(Section):
     for none: ["", "model"]. `*` matches slashes too; the first matching pattern counts."""
     model: SerializeAsAny[Model]
     data: Annotated[Data, Field(validate_default=True)] = Data()
-    eval: dict[str, EvalSet] = Field(default={})
+    eval: Annotated[
+        dict[str, EvalSet], OnlyFor("data that jdp reads", lambda x: not x.data.make, ", not data.make")
+    ] = Field(default={})
     """Further data sets to evaluate on."""
     loss: LossTable = LossTable()
     optimizer: Optimizer = Optimizer()
     train: Train
     guard: Guard = Guard()
-    sample: Sample | None = None
+    sample: Annotated[
+        Sample | None,
+        OnlyFor(
+            "a GPT and text with a known data.tokenizer",
+            lambda x: x.model.is_gpt and x.kind == "text" and x.data.knows_text,
+        ),
+    ] = None
 
     @field_validator("mesh")
     @classmethod

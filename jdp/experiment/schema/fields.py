@@ -4,7 +4,8 @@ import keyword
 import re
 import struct
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
@@ -110,6 +111,7 @@ _BOOL_OR_AUTO = 'must be true, false, or "auto", which leaves it to jdp'
 Whole = AfterValidator(lambda value: _require(value, abs(value) <= _MOST_INT, _WHOLE))
 Single = AfterValidator(_single)
 Positive = Annotated[int, Field(ge=1), Whole]
+AboveZero = Annotated[float, Field(gt=0), Single]
 Count = Annotated[int, Field(ge=0), Whole]
 Fraction = Annotated[float, Field(ge=0, le=1), Single]
 Part = Annotated[float, Field(gt=0, lt=1), Single]
@@ -135,6 +137,23 @@ BoolOrAuto = Annotated[
 ]
 CompilerTable = Annotated[CompilerPreset | dict[str, Any], PlainValidator(lambda value: Compiler.of(value).value)]
 Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
+
+
+@dataclass(frozen=True)
+class OnlyFor:
+    """In a field's annotation: only some experiments read the key, and the others must leave it at its default.
+
+    Help ends with "For {readers}.", and the message for a key that is not read begins with "KEY is for {readers}".
+
+    Attributes:
+        readers: in words.
+        is_read: whether an experiment has one.
+        instead: what the experiment has in their place, formatted with it as `x`.
+    """
+
+    readers: str
+    is_read: Callable[[Any], object]
+    instead: str = ""
 
 
 class Section(BaseModel):

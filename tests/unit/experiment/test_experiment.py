@@ -11,7 +11,6 @@ from jdp.core.sharding.strategy import STRATEGIES
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, describe, from_table, load, to_toml
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.train import USED_BY, Optimizer
 from jdp.models import GPTConfig
 from jdp.models.sizes import SIZES
 
@@ -370,7 +369,6 @@ def test_check_for_devices_shows_the_whole_equation(tables, devices, expected):
 
 def test_the_words_of_the_file_are_the_words_of_the_code():
     assert typing.get_args(Experiment.model_fields["strategy"].annotation) == tuple(STRATEGIES)
-    assert set(typing.get_args(Optimizer.model_fields["name"].annotation)) == set(USED_BY)
 
 
 def test_describe_lists_every_key_with_type_default_and_description():

@@ -1,6 +1,7 @@
 """[optimizer]: the learning rate over the run, and the update rule that optax makes of the file."""
 
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from jdp.experiment.file import ExperimentError, from_table
 from jdp.experiment.optimizer import decay_mask, learning_rate, optimizer
-from jdp.experiment.schema.train import USED_BY
+from jdp.experiment.schema.train import RuleName
 
 
 def experiment(*, optimizer, steps=50, batch_size=16, model=None):
@@ -47,7 +48,7 @@ LARGE_STEPS = {"lars": 50.0, "adagrad": 0.3, "rmsprop": 0.01}
 """Rates for those whose steps are far smaller, or at first larger, than their rate."""
 
 
-@pytest.mark.parametrize("name", USED_BY)
+@pytest.mark.parametrize("name", typing.get_args(RuleName))
 @pytest.mark.default_ids("adamw")
 def test_every_optimizer_descends(name):
     tx = optimizer(experiment(optimizer={"name": name, "lr": LARGE_STEPS.get(name, 0.05)}))
