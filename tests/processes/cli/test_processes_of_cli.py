@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from paths import ROOT
@@ -11,13 +10,13 @@ from tiny_experiment import SMALL
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> str:
+def file(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return str(path)
 
 
-def jdp_command(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def jdp_command(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "jdp", *arguments],
         cwd=ROOT,
@@ -35,7 +34,7 @@ def test_help_takes_no_jax():
     assert (done.returncode, done.stderr) == (0, "") and "--train.steps" in done.stdout
 
 
-def test_the_real_command_says_a_mistake_once(file: str):
+def test_the_real_command_says_a_mistake_once(file):
     done = jdp_command("train", file, "--devices", "3", JAX_PLATFORMS="cpu")
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("error: train.batch_size must divide by data=3 × train.accumulate=1 = 3")
@@ -54,7 +53,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize(("line", "said", "code"), STREAMS.values(), ids=STREAMS)
-def test_what_stands_around_the_command_is_no_traceback(line: str, said: str, code: int):
+def test_what_stands_around_the_command_is_no_traceback(line, said, code):
     command = f"set -o pipefail; {line.format(f'{sys.executable} -m jdp')}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr, done.stdout) == (code, said, "")

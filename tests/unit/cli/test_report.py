@@ -32,7 +32,7 @@ checkpoint_every = 0
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(tmp_path_factory):
     """The folder of a run that was made by `jdp train` on eight devices, and whose data are gone."""
     folder = tmp_path_factory.mktemp("points")
     assert main(["train", str(write_points(folder, points_text(TABLES))), "--run-dir", str(folder / "runs")]) == 0
@@ -41,14 +41,14 @@ def trained(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def runs(trained, tmp_path, monkeypatch) -> Path:
+def runs(trained, tmp_path, monkeypatch):
     """A folder RUNS with a copy of that run, in the current one."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained, tmp_path / "runs" / "points", ignore=shutil.ignore_patterns("checkpoints"))
     return Path("runs")
 
 
-def text_of(page: Path) -> str:
+def text_of(page):
     return " ".join(re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", page.read_text(), flags=re.DOTALL).split())
 
 

@@ -7,7 +7,7 @@ import pytest
 import jdp.cli.main as cli
 
 
-def table(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> dict:
+def table(arguments, capfd):
     assert cli.main(["plan", "--table", *arguments, "--json"]) == 0
     return json.loads(capfd.readouterr().out)
 

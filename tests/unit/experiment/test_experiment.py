@@ -78,6 +78,7 @@ WRONG_FILES = {
     ),
     "not finite": (SMALL + "[optimizer]\nlr = inf", "optimizer.lr: it should be a finite number; given inf"),
     "too small": (SMALL.replace("= 50", "= 0"), "train.steps must be 1 or more; given 0"),
+    "no rate": (SMALL + "[optimizer]\nlr = 0.0", "optimizer.lr must be more than 0.0; given 0.0"),
     "name that leaves the folder": (SMALL.replace('"small"', '".."'), "because it names the run's folder; given"),
     "missing key": (SMALL.replace("steps = 50\n", ""), "train.steps is missing: add steps = … to [train]"),
     "missing table": (SMALL.split("[train]")[0], "add the table [train] with steps = … and batch_size = …"),
@@ -136,6 +137,15 @@ WRONG_FILES = {
     "bytes of token ids": (
         SMALL + 'eval_metrics = "bits_per_byte"\n[eval.a]\nsource = "a.npz"',
         "bits_per_byte needs text; eval.a.source is token ids: remove the metric",
+    ),
+    "misspelt metric": (SMALL + 'eval_metrics = ["bits_per_bite"]', "did you mean bits_per_byte?"),
+    "accuracy of nothing": (SMALL + 'eval_metrics = ["top0_accuracy"]', "train.eval_metrics must be an array of"),
+    "metric twice": (SMALL + 'eval_metrics = ["accuracy", "accuracy"]', "must name each metric once"),
+    "no prompt": (SMALL + "[sample]\nprompt = []", "sample.prompt must be text of one character at least"),
+    "number as prompt": (SMALL + '[sample]\nprompt = ["a", 3]', "sample.prompt must be text of one character at least"),
+    "sample of token ids": (
+        in_data('ids = "input_ids"') + "[sample]\nlength = 3",
+        "[sample] is for a GPT and text with a known data.tokenizer",
     ),
     "more tops than tokens": (
         SMALL + 'eval_metrics = "top257_accuracy"',

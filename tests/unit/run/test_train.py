@@ -92,6 +92,19 @@ def test_stop_and_resume_is_bitwise_the_undisturbed_run(whole, experiment, capsy
         assert rows(folder, *names) == rows(whole, *names)
 
 
+@pytest.mark.rest
+def test_resume_with_int8_gradients_is_bitwise(experiment):
+    """The rounding of a step is drawn from its key: nothing is kept beside the state."""
+    int8 = ("--wire", "int8", "--model.hidden", "[4096]")
+    with stopped_at(5):
+        assert train(experiment, *int8)[0] == 130
+    runs = [train(experiment, *int8, name=name) for name in ("points", "calm")]
+    assert [code for code, _ in runs] == [0, 0]
+    for names in (("loss", "grad_norm"), ("eval_loss",)):
+        resumed, calm = (rows(folder, *names) for _, folder in runs)
+        assert resumed == calm and max(calm) == 8
+
+
 def test_a_crash_repeats_the_steps_since_the_last_checkpoint(whole, experiment, capsys):
     """Nothing was saved at step 5: the run goes on from 3, and no step is there twice."""
     with stopped_at(5) as patched:
@@ -162,6 +175,7 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(experiment, capsy
 REFUSED = {
     "missing data": (["--data.source", "nowhere.txt"], "nowhere.txt"),
     "short text": (["--data.source", "short.txt"], "17"),
+    "weights without ids": (["--data.weights", "loss_mask"], 'set ids = "input_ids"'),
     "vocabulary": (["--model.vocab_size", "100"], "model.vocab_size must be at least 256"),
     "model": ([], "data.source must fit model.name = 'mlp'; given 'stdlib', and an MLP learns vectors"),
     "rule that matches nothing": (
