@@ -21,9 +21,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from jdp.base.errors import UserError
+from jdp.base.machine import use_cpu_devices
 from jdp.base.toml import brief, cut
 from jdp.base.words import nearest
 from jdp.cli.options import UsageError, choose_target_platform, flag_of
+from jdp.experiment.schema.make import users_traceback
 
 if TYPE_CHECKING:
     from jdp.foresight.step_report import StepReport
@@ -64,10 +66,7 @@ def check_program(options: Any, overrides: Mapping[str, str], taken: Sequence[st
 
 
 def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> tuple[Path, StepReport]:
-    """Load a program, and compile its step for a target (None: this machine's devices); return its root and the report.
-
-    A program that does not take the target's devices gets as many virtual CPU devices.
-    """
+    """Compile a program's step for a target (None: this machine's devices); return its root folder and the report."""
     import jax
 
     with _as_script(file):
@@ -98,10 +97,7 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> tuple[Pa
 
 @contextlib.contextmanager
 def _as_script(file: Path) -> Generator[None]:
-    """Give a user's file the command line of a script without options, and keep JAX's lines in tracebacks.
-
-    These lines show whether the user's code, a library, or jdp raised an exception.
-    """
+    """Give a user's file a command line without options; JAX's lines in tracebacks show whose code raised an error."""
     import jax
 
     argv, filtering = sys.argv, jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
@@ -120,8 +116,6 @@ def _choose_devices(target: str | None) -> None:
     sizes = [] if target is None else target.rpartition(":")[2].split("x")
     count = math.prod(int(size) for size in sizes if size.isdecimal() and len(size) < 6)
     if sizes and 0 < count <= _MOST_CPUS:
-        from jdp.base.machine import use_cpu_devices
-
         with contextlib.suppress(RuntimeError):  # jax has started: its devices stay
             use_cpu_devices(count)
 
@@ -225,7 +219,6 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
 
     `of_library` is added to a library's exceptions. Exceptions of jdp's own code pass.
     """
-    from jdp.experiment.schema.make import users_traceback
 
     try:
         yield

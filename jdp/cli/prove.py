@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from jdp.base.machine import choose_platform
 from jdp.cli.options import UsageError, parse_with_overrides, stdout_to_stderr, words
+from jdp.experiment.file import load
 
 if TYPE_CHECKING:
     from jdp.prove.equivalence import Proof
@@ -58,8 +60,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _prove(options: Options, overrides: dict[str, str]) -> "Proof":
-    from jdp.base.machine import choose_platform
-    from jdp.experiment.file import load
 
     experiment = load(options.file, overrides)
     choose_platform(experiment.devices or DEVICES)

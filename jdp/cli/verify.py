@@ -20,6 +20,7 @@ from jdp.cli.options import (
     write_file,
 )
 from jdp.cli.programs import check_only, check_program, forecast_on, is_program
+from jdp.experiment.file import load
 
 if TYPE_CHECKING:
     from jdp.foresight.verify import Report
@@ -79,7 +80,6 @@ def run(arguments: list[str]) -> int:
 
 def _verify(options: Options, overrides: dict[str, str]) -> "Report":
     """Put the experiment on the target's devices, then call `jdp.verify`."""
-    from jdp.experiment.file import load
 
     experiment = load(options.file, overrides)
     choose_target_platform([options.target], experiment.devices)

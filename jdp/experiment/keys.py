@@ -5,7 +5,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,23 +22,18 @@ _FREE_KEYS = {"mesh": "AXIS", "rules": "PATTERN"}
 
 @dataclass(frozen=True)
 class Schemas:
-    """The schema of each table.
-
-    Attributes:
-        root: schema of the whole file.
-        chosen: schemas of the tables whose keys depend on their name; None for an unknown name.
-    """
+    """The schemas of the whole file, of its tables, and of [model], which is None for an unknown name."""
 
     root: type[BaseModel]
-    chosen: Mapping[str, type[BaseModel] | None]
+    model: type[BaseModel] | None
 
     def at(self, path: Path) -> type[BaseModel] | None:
         """Return the schema of the table at `path`; None without a table, or if its keys are free as in [mesh]."""
         if not path:
             return self.root
+        if path == ("model",):
+            return self.model
         names, known = tuple(map(str, path)), dict(tables(self.root))
-        if len(names) == 1 and names[0] in self.chosen:
-            return self.chosen[names[0]]
         return known.get(names) or known.get((*names[:-1], "NAME"))
 
 

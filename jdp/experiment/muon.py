@@ -109,9 +109,7 @@ def _report(params: Any, dims: Any) -> None:
 def matrix_dimensions(params: Any, shapes: Shapes | None = None) -> Any:
     """Return for each parameter the dimensions of its matrices, counted from the last, or None if it has none.
 
-    Args:
-        params: tree of arrays or their shapes; None for frozen parameters.
-        shapes: shapes of all parameters by path, frozen ones included; None: the shapes of `params`.
+    `shapes` has the shapes of all parameters by path, frozen ones included; None: those of `params`.
     """
     known = {path_of(path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(params)} | dict(shapes or {})
     vectors = {path: vector for path, shape in known.items() if is_vector(path) and (vector := _vector(shape))}

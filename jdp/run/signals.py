@@ -65,7 +65,7 @@ class StopRequest:
     Attributes:
         signal: the signal that stops the run; None while it continues.
         heard: the signal that this process has received, before the run stops for it.
-        began: whether the first step is dispatched.
+        began: whether the first step is dispatched: from then on processes agree on a stop, and save.
         on_signal: called with each signal, in another thread.
     """
 
@@ -101,10 +101,6 @@ class StopRequest:
         self._thread.join(THREAD_SECONDS)  # a thread that returns from JAX while Python exits aborts the process
         for end in self._pipe:
             os.close(end)
-
-    def under_way(self) -> None:
-        """Report that the first step is dispatched: from now on processes agree on a stop, and save."""
-        self.began = True
 
     def at_step(self, step: int) -> bool:
         """Return True if the run saves and exits after `step`. Every process must call it at every step."""
@@ -167,17 +163,11 @@ class StopRequest:
 
 
 class _Agreement:
-    """The poll at which the processes of a cluster stop, counted from the start.
-
-    Attributes:
-        store: messages between the processes.
-        lock: held during the agreement, so that no process continues meanwhile.
-        signal: the received signal.
-    """
+    """The poll at which the processes of a cluster stop, counted from the start, and the signal that stops them."""
 
     def __init__(self) -> None:
         self.store = Store(coordination_client(), f"jdp/stop/{next(_ROUNDS)}", tuple(range(jax.process_count())))
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # held during the agreement, so that no process continues meanwhile
         self.signal: signal.Signals | None = None
         self._polls, self._stop_at = 0, -1
 

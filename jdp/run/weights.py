@@ -66,20 +66,15 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: None}
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights that a run starts from: `train.init_from`.
+    """The weights that a run starts from."""
 
-    Attributes:
-        train: the table with their keys.
-        place: a run, a checkpoint, a safetensors file or a folder of them.
-    """
-
-    train: Train
-    place: Path
+    name: str  # of train.init_from
+    place: Path  # a run, a checkpoint, a safetensors file or a folder of them
 
     @staticmethod
     def of(train: Train) -> InitialWeights | None:
         """Return the weights of train.init_from, if it is set."""
-        return None if train.init_from is None else InitialWeights(train, user_path(train.init_from))
+        return None if train.init_from is None else InitialWeights(train.init_from, user_path(train.init_from))
 
     def check(self, config: Any) -> None:
         """Check that the weights exist, and that the `config.json` beside each describes this model."""
@@ -97,10 +92,9 @@ class InitialWeights:
 
     def load(self, state: TrainState, config: Any, plan: Plan) -> tuple[TrainState, str]:
         """Return the state with these parameters and a new optimizer state, and a line that names them."""
-        given = self.train.init_from or ""
         path = _safetensors(self.place)
         if path is None:
-            read = restore_params(given, state, missing=LORA)
+            read = restore_params(self.name, state, missing=LORA)
         else:
             try:
                 names = names_of(path, config) if _is_hugging_face(path, config) else None
@@ -109,7 +103,7 @@ class InitialWeights:
                 raise ExperimentError(f"train.init_from: {error}") from error
         before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
         fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
-        message = f"parameters from {given}"
+        message = f"parameters from {self.name}"
         if fresh:
             shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
             message += f", except {len(fresh)} that it lacks and that start fresh: {shown}"

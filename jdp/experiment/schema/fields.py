@@ -143,17 +143,12 @@ Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
 class OnlyFor:
     """In a field's annotation: only some experiments read the key, and the others must leave it at its default.
 
-    Help ends with "For {readers}.", and the message for a key that is not read begins with "KEY is for {readers}".
-
-    Attributes:
-        readers: in words.
-        is_read: whether an experiment has one.
-        instead: what the experiment has in their place, formatted with it as `x`.
+    Help ends with "For {readers}."; the message for the others begins with "KEY is for {readers}{instead}".
     """
 
     readers: str
-    is_read: Callable[[Any], object]
-    instead: str = ""
+    is_read: Callable[[Any], object]  # whether an experiment, x, reads the key
+    instead: str = ""  # a format of x
 
 
 class Section(BaseModel):

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -112,7 +111,7 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         code = error.code if isinstance(error, SystemExit) else int(error is not None)
         self.close(code if isinstance(code, int) else 1)
 

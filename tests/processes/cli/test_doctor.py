@@ -115,7 +115,7 @@ if os.environ.get("NCCL_P2P_DISABLE") != "1":
 
 
 @pytest.mark.rest
-def test_an_all_reduce_that_hangs_is_tried_without_nccls_ways(tmp_path):
+def test_a_hanging_all_reduce_is_tried_without_nccl(tmp_path):
     """A device that never comes to the sum stands for peer-to-peer copies that are lost: here, and in the tries."""
     (tmp_path / "sitecustomize.py").write_text(HANGS)
     before = "from jdp.launch.doctor import devices; devices.is_nccl_used = lambda: True"
@@ -242,7 +242,7 @@ def test_the_checkpoints_of_a_run_are_verified(tmp_path, capfd):
         (["--run-dir", "gs://bucket"], "mount it"),
     ],
 )
-def test_a_users_mistake_is_one_error_and_exit_2(arguments, expected, capfd):
+def test_a_mistake_is_one_error_and_exit_2(arguments, expected, capfd):
     assert cli.main(["doctor", *arguments]) == 2
     shown = capfd.readouterr()
     assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out

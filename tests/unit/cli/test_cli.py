@@ -56,14 +56,14 @@ def test_help_names_every_command(capsys):
         assert line == importlib.import_module(f"jdp.cli.{name}").Options.__doc__.splitlines()[0]
 
 
-def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch):
+def test_letters_outside_the_outputs_encoding_are_escaped(monkeypatch):
     monkeypatch.setattr("sys.stdout", stream := io.TextIOWrapper(io.BytesIO(), "ascii"))
     assert cli.main(["--help"]) == 0
     stream.seek(0)
     assert stream.readline() == "usage: jdp COMMAND \\u2026\n"
 
 
-def test_no_command_is_a_mistake_and_shows_the_help_on_stderr(capsys):
+def test_no_command_shows_help_on_stderr(capsys):
     assert cli.main([]) == 2
     shown = capsys.readouterr()
     assert "usage: jdp COMMAND" in shown.err and not shown.out
@@ -90,7 +90,7 @@ def test_the_help_of_a_command_lists_every_option(name, capsys):
     assert docs and [doc for doc in docs if " ".join(doc.split()) not in " ".join(text.split())] == []
 
 
-def test_help_all_lists_every_key_with_type_default_and_description(capsys):
+def test_help_all_lists_every_key(capsys):
     assert cli.main(["train", "--help-all"]) == 0
     text = capsys.readouterr().out
     for option in ("--run-dir DIR", "--json", "FILE", "--profile "):
@@ -150,7 +150,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_a_users_mistake_is_one_error_on_stderr_and_exit_2(file, arguments, expected, capfd):
+def test_a_mistake_is_one_error_and_exit_2(file, arguments, expected, capfd):
     nested = Path(file).parent / "nested.toml"
     nested.write_text("x = " + "[" * 500)
     names = {"FILE": file, "NESTED:1x8": f"{nested}:1x8"}
@@ -168,7 +168,7 @@ def test_wrong_options_exit_2_on_stderr(arguments, capsys):
     assert shown.err and "Traceback" not in shown.err and not shown.out
 
 
-def test_a_file_is_replaced_a_link_stays_one_and_what_is_no_file_is_written_to(tmp_path):
+def test_write_file_keeps_links_and_devices(tmp_path):
     file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
     file.write_text("before")
     link.symlink_to(file)
@@ -235,7 +235,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(file, tmp_path, loop, capsys
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_value_error_that_jdp_raises_anywhere_in_a_run_is_a_users_mistake(file, tmp_path, loop, capsys):
+def test_a_value_error_of_jdp_is_a_mistake(file, tmp_path, loop, capsys):
     from jdp.core.sharding.mesh import make_mesh
 
     loop(lambda *_, **__: make_mesh(data=3))
@@ -247,7 +247,7 @@ def test_a_value_error_that_jdp_raises_anywhere_in_a_run_is_a_users_mistake(file
 @pytest.mark.parametrize(
     ("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(75), 75), (SystemExit(), 0), (SystemExit("no"), 1)]
 )
-def test_a_run_that_is_stopped_has_its_exit_code(file, tmp_path, loop, error, code):
+def test_a_stopped_run_has_its_exit_code(file, tmp_path, loop, error, code):
     loop(raising(error))
     assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == code
 
@@ -277,7 +277,7 @@ def platform_chosen(monkeypatch, devices=None):
         (False, {"jax_cuda13_plugin"}, {"JAX_PLATFORMS": "tpu"}, {}),
     ],
 )
-def test_a_cuda_plugin_is_not_started_where_there_is_no_gpu(monkeypatch, nvidia, installed, environment, chosen):
+def test_a_cuda_plugin_needs_a_gpu(monkeypatch, nvidia, installed, environment, chosen):
     monkeypatch.setattr(machine, "has_nvidia", lambda: nvidia)
     monkeypatch.setattr(machine, "find_spec", lambda name: True if name in installed else None)
     for name in ("JAX_PLATFORMS", "TPU_LIBRARY_PATH"):
@@ -297,7 +297,7 @@ def test_visible_gpus_are_those_of_the_environment(monkeypatch):
     assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == [], "JAX could not use it"
 
 
-def test_a_lost_peer_is_told_from_faults_of_this_process(monkeypatch):
+def test_a_lost_peer_differs_from_own_faults(monkeypatch):
     """What JAX says of Gloo is from a run of two processes, one of which met a damaged image."""
     gone = jax.errors.JaxRuntimeError(
         "FAILED_PRECONDITION: Gloo AllReduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"

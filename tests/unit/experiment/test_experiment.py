@@ -182,7 +182,7 @@ WRONG_FILES = {
 
 
 @pytest.mark.parametrize(("text", "expected"), WRONG_FILES.values(), ids=WRONG_FILES)
-def test_a_wrong_file_is_refused_in_one_line_with_key_rule_value_and_fix(tmp_path, text, expected):
+def test_a_wrong_file_is_refused_in_one_line(tmp_path, text, expected):
     path = tmp_path / "wrong.toml"
     path.write_text(text)
     message = refusal(path)
@@ -205,12 +205,12 @@ WRONG_OVERRIDES = {
 
 
 @pytest.mark.parametrize(("key", "text", "expected"), WRONG_OVERRIDES.values(), ids=WRONG_OVERRIDES)
-def test_a_wrong_override_is_refused_and_named_as_typed(file, key, text, expected):
+def test_a_wrong_override_is_named_as_typed(file, key, text, expected):
     message = refusal(file, **{key: text})
     assert expected in message and "\n" not in message
 
 
-def test_all_problems_are_listed_at_once_one_a_line(tmp_path):
+def test_all_problems_are_listed_one_per_line(tmp_path):
     path = tmp_path / "wrong.toml"
     path.write_text('strategy = "zero4"\nseed = true\n' + SMALL.replace("= 50", '= "50"') + "stepz = 1\n")
     header, *lines = refusal(path, train__log_every="x").splitlines()
@@ -219,7 +219,7 @@ def test_all_problems_are_listed_at_once_one_a_line(tmp_path):
     assert sorted(line.split()[0] for line in lines) == named
 
 
-def test_a_file_that_cannot_be_read_is_refused_with_the_files_nearby(file):
+def test_an_unreadable_file_is_refused_with_nearby_files(file):
     folder = file.parent
     missing = refusal(folder / "smal.toml")
     assert missing == f"{folder / 'smal.toml'}: there is no such file; did you mean {file}?"
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_files_nearby(file):
     assert "is not text in UTF-8" in refusal(folder / "binary.toml")
 
 
-def test_overrides_are_toml_values_where_they_fit_and_text_where_not(file):
+def test_overrides_are_toml_values_or_text(file):
     overrides = {"name": "2024", "mesh.data": "-1", "mesh.model": "2", "train.steps": "7", "optimizer.lr": "1"}
     overrides |= {"optimizer.clip_norm": "0.5", "model.width": "64", "data.shuffle": "false", "sample.prompt": "true"}
     changed = load(file, overrides)
@@ -250,7 +250,7 @@ def test_numbers_may_be_written_as_python_writes_them(file):
         load(file, {"optimizer.lr": "1.."})
 
 
-def test_a_word_is_not_replaced_by_a_key_of_a_table(file):
+def test_a_word_is_not_replaced_by_a_key(file):
     """Not one that stands for an empty table; and a whole table replaces a word, as it says so."""
     one = {"compiler__xla_gpu_x": "true"}
     said = 'compiler.xla_gpu_x is a key of a table; given compiler = "overlap", which it would replace: remove one'
@@ -264,7 +264,7 @@ def test_a_word_is_not_replaced_by_a_key_of_a_table(file):
             assert load(file, {"compiler.xla_gpu_x": "true"}).compiler == {"xla_gpu_x": True}
 
 
-def test_cudnn_attention_is_refused_without_gpus_before_anything_is_made():
+def test_cudnn_attention_is_refused_without_gpus():
     cudnn = Assembly.on_devices(experiment(model={"attention": "cudnn"}))
     with pytest.raises(ExperimentError, match=r'model\.attention = "cudnn" runs on NVIDIA GPUs; given cpu devices'):
         _ = cudnn.training.config
@@ -280,7 +280,7 @@ TRICKY = {"prompt": 'quote " backslash \\ newline \n tab \t delete \x7f null \0 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_to_toml_writes_every_key_and_reads_back_equal(tmp_path, size):
+def test_to_toml_writes_keys_that_read_back_equal(tmp_path, size):
     written = experiment(
         model={"name": size, **({} if size.startswith("resnet") else {"dropout": 0.25})},
         mesh={"replica": 2, "data": -1},
@@ -316,7 +316,7 @@ def test_the_length_left_out_is_the_models_context():
     assert experiment(data={"length": 0}, model={"context": 64}).data.length == 64
 
 
-def test_the_mesh_always_has_a_data_axis_outside_the_models_axes():
+def test_the_data_axis_is_outside_the_models_axes():
     assert experiment().mesh == {"data": -1}
     assert list(experiment(mesh={"model": 2}).mesh.items()) == [("data", -1), ("model", 2)]
     both = experiment(mesh={"replica": 2, "model": 2}).mesh
@@ -325,7 +325,7 @@ def test_the_mesh_always_has_a_data_axis_outside_the_models_axes():
     assert list(experiment(mesh={"model": 2, "data": 4}).mesh) == ["model", "data"], "written by hand: kept"
 
 
-def test_sources_start_at_the_file_and_overrides_at_the_working_directory(tmp_path, monkeypatch):
+def test_paths_start_at_file_or_working_directory(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     path = tmp_path / "small.toml"
@@ -377,11 +377,11 @@ def test_check_for_devices_shows_the_whole_equation(tables, devices, expected):
     assert expected in str(caught.value)
 
 
-def test_the_words_of_the_file_are_the_words_of_the_code():
+def test_strategies_of_the_file_are_the_codes():
     assert typing.get_args(Experiment.model_fields["strategy"].annotation) == tuple(STRATEGIES)
 
 
-def test_describe_lists_every_key_with_type_default_and_description():
+def test_describe_lists_every_key():
     keys = {key.name: key for _, group in describe() for key in group}
     for name in ("name", "seed", "strategy", "partitioning", "precision", "devices", "mesh.AXIS", "sample.prompt"):
         assert name in keys
@@ -400,6 +400,6 @@ def test_describe_lists_every_key_with_type_default_and_description():
 
 
 @pytest.mark.parametrize("source", ["hf:jsonl:rows.jsonl", "hf:foo:some/rows.jsonl"])
-def test_a_word_that_is_no_builder_is_refused_at_once(source):
+def test_an_unknown_builder_is_refused(source):
     with pytest.raises(ExperimentError, match=r'one of the builders json, .*, as in "hf:json:(some/)?rows.jsonl"'):
         load("quickstart", {"data.source": source})

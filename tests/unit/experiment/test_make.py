@@ -155,7 +155,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("lines", "expected"), BROKEN.values(), ids=BROKEN)
-def test_a_package_that_does_not_import_shows_its_own_error(lines, expected, tmp_path):
+def test_a_failed_import_shows_the_packages_error(lines, expected, tmp_path):
     mine(tmp_path, *lines)
     with pytest.raises(ExperimentError) as error:
         load(write_made(tmp_path, model={"make": "mine:net"}), {"plugin": "mine"})
@@ -164,7 +164,7 @@ def test_a_package_that_does_not_import_shows_its_own_error(lines, expected, tmp
     assert [line for line in expected if line not in said] == [], said
 
 
-def test_what_a_function_raises_is_shown_with_the_users_lines_alone(tmp_path, capsys):
+def test_an_exception_shows_only_the_users_lines(tmp_path, capsys):
     mine(
         tmp_path,
         "from rings import *",
@@ -242,7 +242,7 @@ def data_of(given, **keys):
     return made_data(Experiment.model_validate(table, context="rings").data)
 
 
-def test_two_sides_are_kept_as_they_are_and_an_order_of_its_own_too():
+def test_two_sides_keep_their_samples_and_order():
     import rings
 
     del rings
@@ -283,7 +283,7 @@ def test_samples_may_be_drawn_anew_in_every_epoch():
     assert sorted(second.tolist()) == [[index, 1] for index in range(4)]
 
 
-def test_a_metric_that_the_loss_does_not_give_is_named():
+def test_a_metric_missing_from_the_loss_is_named():
     metrics = '["accuracy", "margin"]'
     experiment = loaded(data__points="60", train__batch_size="16", train__eval_batches="1", loss__metrics=metrics)
     assembly = Assembly.on_devices(experiment)
@@ -300,6 +300,6 @@ def test_a_package_that_starts_jax_is_refused(tmp_path):
     assert "mine starts JAX when it is imported, before processes and devices are chosen" in result.stderr
 
 
-def test_a_plug_in_that_python_does_not_find_is_refused_also_without_a_make(tmp_path):
+def test_an_unknown_plug_in_is_refused_without_make(tmp_path):
     with pytest.raises(ExperimentError, match=r"--plugin names a package that Python finds; given \"nosuchpkg\""):
         load("quickstart", {"plugin": "nosuchpkg"})

@@ -88,7 +88,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("content", [*CONFIGS.values(), None], ids=[*CONFIGS, "pipe"])
-def test_a_malformed_config_of_hugging_face_is_refused_in_few_words(tmp_path, content, capfd):
+def test_a_malformed_hugging_face_config_is_refused(tmp_path, content, capfd):
     path, config = tmp_path / "wrong.toml", tmp_path / "config.json"
     path.write_text(SMALL.replace("gpt-nano", f"hf:{tmp_path}"))
     if content is None:
@@ -121,7 +121,7 @@ def test_what_is_no_file_is_refused(tmp_path, make, capfd):
     refused(path, tmp_path, capfd)
 
 
-def test_a_file_with_the_mark_of_an_editor_of_windows_is_read(tmp_path):
+def test_a_file_of_a_windows_editor_is_read(tmp_path):
     path = tmp_path / "right.toml"
     path.write_bytes(b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode())
     assert load(path).train.steps == 50
@@ -142,12 +142,12 @@ def test_a_malformed_override_is_refused_in_few_words(tmp_path, key, text, capfd
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_a_model_has_at_least_is_counted_without_tracing_it(size):
+def test_lower_bound_of_parameters_needs_no_trace(size):
     """The matrices: a fifth of a small ResNet are first blocks and norms, which are left out."""
     assert 0.8 <= parameter_lower_bound(SIZES[size]) / parameter_count(SIZES[size]) <= 1
 
 
-def test_memory_that_is_too_small_is_said_with_what_is_needed(tmp_path, monkeypatch):
+def test_too_little_memory_is_reported_with_the_need(tmp_path, monkeypatch):
     """820,352 parameters in fp32, and AdamW's two moments; on 8 devices that share the memory."""
     experiment = from_table({**tomllib.loads(SMALL), "name": "x"})
     assembly = Assembly.on_devices(experiment)

@@ -83,7 +83,7 @@ def logged(display):
 
 
 @pytest.mark.parametrize("columns", [60, 120])
-def test_the_lines_of_a_pipe_scroll_above_one_bar(columns, monkeypatch):
+def test_lines_scroll_above_one_bar(columns, monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
     monkeypatch.setattr(sys, "stdout", pipe := io.StringIO())
     logged(Display(1000))
@@ -100,7 +100,7 @@ def test_the_lines_of_a_pipe_scroll_above_one_bar(columns, monkeypatch):
     assert re.search(r"step 3/1000 .* 0:00 to go  20.4k tokens/s", got.bars[-1])
 
 
-def test_a_run_on_a_terminal_ends_with_its_time_its_folder_and_the_next_command(tmp_path, monkeypatch):
+def test_a_run_on_a_terminal(tmp_path, monkeypatch):
     text = points_text(tables(train={"steps": 6, "batch_size": 16, "log_every": 2}))
     file = write_points(tmp_path, text)
     monkeypatch.chdir(tmp_path)
@@ -115,7 +115,7 @@ def test_a_run_on_a_terminal_ends_with_its_time_its_folder_and_the_next_command(
     assert rows[-1] == f"next: jdp report {rows[-2].split()[-1]}"
 
 
-def test_notices_of_the_start_take_three_lines_at_most(tmp_path, monkeypatch, capsys):
+def test_first_notices_take_at_most_three_lines(tmp_path, monkeypatch, capsys):
     """Warnings are not counted; --verbose prints all; after the start all are printed."""
 
     def printed(count, wanted=True):
