@@ -1,44 +1,16 @@
 """What `jdp.cli` does in processes of its own."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 from paths import ROOT
-from tiny_experiment import SMALL
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "small.toml"
-    path.write_text(SMALL)
-    return str(path)
-
-
-def jdp_command(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "jdp", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def test_help_takes_no_jax():
     program = "import sys; from jdp.cli.main import main; main(['train', '--help']); sys.exit('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "") and "--train.steps" in done.stdout
-
-
-def test_the_real_command_says_a_mistake_once(file):
-    done = jdp_command("train", file, "--devices", "3", JAX_PLATFORMS="cpu")
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith("error: train.batch_size must divide by data=3 × train.accumulate=1 = 3")
-    assert done.stderr.count("\n") == 1
 
 
 STREAMS = {

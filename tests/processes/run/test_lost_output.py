@@ -5,10 +5,10 @@ import pty
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 from own_process import environment
+from own_streams import streams
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, stopped_at, train
 
@@ -18,24 +18,6 @@ from jdp.run import signals
 @pytest.fixture
 def file(tmp_path):
     return write_points(tmp_path, points_text(tables(train={"steps": 6, "batch_size": 16, "log_every": 1})))
-
-
-@contextmanager
-def streams(stdout, stderr):
-    """This process has these descriptors as its output, as one that a shell has started."""
-    kept = [os.dup(number) for number in (1, 2)]
-    for number, given in ((1, stdout), (2, stderr)):
-        os.dup2(given, number)
-        os.close(given)
-    with pytest.MonkeyPatch.context() as patched:
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            patched.setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
-        try:
-            yield
-        finally:
-            for number, before in zip((1, 2), kept, strict=True):
-                os.dup2(before, number)
-                os.close(before)
 
 
 def without_a_reader():

@@ -140,10 +140,7 @@ def test_the_token_that_closes_documents_ends_the_text(trained, capsys, tmp_path
 
 RULE = "text is written by a GPT that learned text; "
 BAD = {
-    "beyond the context": (
-        ["--prompt", "abc", "--length", "6"],
-        "context of 8 tokens; given a prompt of 3",
-    ),
+    "beyond the context": (["--prompt", "abc", "--length", "6"], "context of 8 tokens; given a prompt of 3"),
     "stdin twice": (["--prompt", "-", "--prompt", "-"], "reads stdin, which can be read once"),
     "top_k": (["--top-k", "257"], r"top_k is between 1 and vocab_size(256); given 257"),
     "step": (["--step", "7"], 'or "best"; given 7'),

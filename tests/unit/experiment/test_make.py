@@ -1,5 +1,6 @@
 """A package of one's own has a model, a data set, a loss and an optimizer, and files name them by `make`."""
 
+import importlib
 import json
 import os
 import sys
@@ -101,10 +102,7 @@ MISTAKES = {
     "an unknown keyword": (["--model.widht=3"], "model: rings:wave_net has no keyword widht; did you mean width?"),
     "no function": (["--loss.make=rings:smothed"], "rings has no function smothed; did you mean smoothed?"),
     "no module": (["--loss.make=rings.losses:smoothed"], "and there is no rings.losses. Install it"),
-    "another package": (
-        ["--loss.make=json:dumps"],
-        "'json:dumps' is code, which an experiment file alone does not",
-    ),
+    "another package": (["--loss.make=json:dumps"], "'json:dumps' is code, which an experiment file alone does not"),
     "too few arguments": (["--loss.make=rings:Points"], "must take model, batch, rng first; it takes rings, points"),
     "no data": (["--data.make=none", "--data.noise=none"], "data.noise is not a key of [data]"),
     "another metric": (["--train.keep_best=eval_acuracy"], "did you mean eval_accuracy?"),
@@ -237,16 +235,12 @@ def test_each_goes_with_jdps_own(tmp_path):
 
 def data_of(given, **keys):
     table = tomllib.loads(Path(RINGS).read_text())
-    sys.modules["rings"].own = lambda: given
+    importlib.import_module("rings").own = lambda: given
     table["data"] = {"make": "rings:own", **keys}
     return made_data(Experiment.model_validate(table, context="rings").data)
 
 
 def test_two_sides_keep_their_samples_and_order():
-    import rings
-
-    del rings
-
     class Backwards(list):
         def sample_at(self, position, seed):
             return self[-1 - position % len(self)]
@@ -263,10 +257,6 @@ def test_two_sides_keep_their_samples_and_order():
 
 
 def test_samples_may_be_drawn_anew_in_every_epoch():
-    import rings
-
-    del rings
-
     class Drawn:
         def __len__(self):
             return 4

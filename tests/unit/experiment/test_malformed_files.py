@@ -81,10 +81,7 @@ def refused(path, folder, capfd, *more):
     assert not runs.exists()
 
 
-CONFIGS = {
-    "nested": b"[" * 100_000,
-    "digits": b'{"model_type": "llama", "hidden_size": ' + b"9" * 10_000 + b"}",
-}
+CONFIGS = {"nested": b"[" * 100_000, "digits": b'{"model_type": "llama", "hidden_size": ' + b"9" * 10_000 + b"}"}
 
 
 @pytest.mark.parametrize("content", [*CONFIGS.values(), None], ids=[*CONFIGS, "pipe"])

@@ -157,9 +157,7 @@ def test_a_tracker_must_start_with_a_fresh_run(folder, monkeypatch, capsys):
     assert list(rows(folder, "loss")) == [3, 4]
 
 
-TABLES = tables(
-    train={"steps": 4, "batch_size": 8, "log_every": 1, "eval_batches": 1, "wandb": "project"},
-)
+TABLES = tables(train={"steps": 4, "batch_size": 8, "log_every": 1, "eval_batches": 1, "wandb": "project"})
 
 
 @pytest.fixture
