@@ -40,10 +40,6 @@ _MOST_CPUS = 16384  # largest target
 _JDP = str(Path(__file__).parents[1])
 
 
-class ProgramError(UserError):
-    """A program that cannot be loaded, called or traced; the message has the user's own lines."""
-
-
 def is_program(file: Path) -> bool:
     """Return True for FILE.py, FILE.py:FUNCTION or module.path:function, unless it is a file of another kind."""
     named = file.suffix == ".py" or re.search(r".:[^\W\d]\w*$", str(file)) is not None
@@ -124,7 +120,7 @@ def load(text: str) -> tuple[Callable[..., Any], Path]:
     """Import a program; return its function, and the folder of its repository, else its own."""
     found = _FUNCTION.fullmatch(text)
     if found is None:
-        raise ProgramError(
+        raise UserError(
             f"a program is FILE.py:FUNCTION or module.path:function, whose function returns a jitted step and its "
             f"arguments; given {brief(text)}: add :FUNCTION, after a file that ends in .py or a module"
         )
@@ -140,7 +136,7 @@ def load(text: str) -> tuple[Callable[..., Any], Path]:
     if not callable(function):
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
         hint = nearest(name, own) or (f": it has {', '.join(own[:6])}" if own else ": it has no function")
-        raise ProgramError(f"a program's function is one that its file has; given {name!r}, not in {module_name}{hint}")
+        raise UserError(f"a program's function is one that its file has; given {name!r}, not in {module_name}{hint}")
     folder = Path(getattr(module, "__file__", None) or ".").resolve().parent
     return function, next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
 
@@ -148,7 +144,7 @@ def load(text: str) -> tuple[Callable[..., Any], Path]:
 def _import_file(file: Path) -> ModuleType:
     """Import a file with its folder on the path, like `python FILE`, under its own name if that is free."""
     if not file.is_file():
-        raise ProgramError(f"a program is a Python file that exists; given {brief(str(file))}: correct its path")
+        raise UserError(f"a program is a Python file that exists; given {brief(str(file))}: correct its path")
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -161,7 +157,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _takes_devices(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function takes `devices`. Raises ProgramError if it needs another argument."""
+    """Return whether a function takes `devices`. Raises UserError if it needs another argument."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -169,7 +165,7 @@ def _takes_devices(function: Callable[..., Any], name: str) -> bool:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable and p.name != "devices"]
     if needed:
-        raise ProgramError(
+        raise UserError(
             f"a program's function is called with nothing, or with the target's devices as `devices`; given {name}, "
             f"which needs {', '.join(needed)}: give {needed[0]} a default, or name a function that calls {name}"
         )
@@ -181,10 +177,10 @@ def _step_of(returned: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, .
     parts = list[Any](cast("tuple[Any, ...]", returned) if isinstance(returned, tuple) else ())
     if len(parts) not in (2, 3) or not callable(parts[0]) or not isinstance(parts[1], tuple | list):
         shown = cut(f"({', '.join(type(each).__name__ for each in parts)})") if parts else type(returned).__name__
-        raise ProgramError(f"{name} must return {_SHAPES}; given {shown}: return the step and a tuple of its arguments")
+        raise UserError(f"{name} must return {_SHAPES}; given {shown}: return the step and a tuple of its arguments")
     step, arguments, by_name = parts[0], tuple(parts[1]), parts[2] if len(parts) == 3 else {}
     if not isinstance(by_name, Mapping):
-        raise ProgramError(f"{name} must return {_SHAPES}; given {type(by_name).__name__} third: make it a dictionary")
+        raise UserError(f"{name} must return {_SHAPES}; given {type(by_name).__name__} third: make it a dictionary")
     if not by_name:
         return step, arguments
     try:
@@ -192,7 +188,7 @@ def _step_of(returned: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, .
     except (TypeError, ValueError):  # of inspect
         given = cut(", ".join(map(repr, by_name)))
         fix = "name other arguments than the tuple's, as Python names them"
-        raise ProgramError(f"{name} must return {_SHAPES}; given the names {given}: {fix}") from None
+        raise UserError(f"{name} must return {_SHAPES}; given the names {given}: {fix}") from None
 
 
 def _with_keywords(step: Callable[..., Any], count: int, names: Sequence[str]) -> Callable[..., Any]:
@@ -215,7 +211,7 @@ def _with_keywords(step: Callable[..., Any], count: int, names: Sequence[str]) -
 
 @contextlib.contextmanager
 def users_errors(what: str, of_library: str = "") -> Generator[None]:
-    """Turn exceptions of a user's code, or of a library that it calls, into a `ProgramError`.
+    """Turn exceptions of a user's code, or of a library that it calls, into a `UserError` with the user's own lines.
 
     `of_library` is added to a library's exceptions. Exceptions of jdp's own code pass.
     """
@@ -231,4 +227,4 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
         hint = of_library if "-packages/" in frames[-1].filename else ""
         if isinstance(error, SystemExit):
             hint = 'What a script runs belongs under if __name__ == "__main__".'
-        raise ProgramError("\n".join(filter(None, (f"{what}:", users_traceback(error), hint)))) from None
+        raise UserError("\n".join(filter(None, (f"{what}:", users_traceback(error), hint)))) from None

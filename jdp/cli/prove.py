@@ -15,7 +15,6 @@ from jdp.experiment.file import load
 if TYPE_CHECKING:
     from jdp.prove.equivalence import Proof
 
-DIFFERENT = 1
 DEVICES = 8
 STEPS, QUICK_STEPS = 10, 2
 
@@ -56,7 +55,7 @@ def run(arguments: list[str]) -> int:
     with stdout_to_stderr(options.json):
         proof = _prove(options, overrides)
     print(as_json.dumps(proof.to_json(), allow_nan=False) if options.json else proof)
-    return 0 if proof.equal else DIFFERENT
+    return int(not proof.equal)
 
 
 def _prove(options: Options, overrides: dict[str, str]) -> "Proof":

@@ -62,9 +62,6 @@ class Options:
     """Print one JSON object on stdout, and everything else on stderr."""
 
 
-BROKEN = 1
-
-
 def run(arguments: list[str]) -> int:
     """Verify an experiment and print the report."""
     options, overrides = parse_with_overrides(Options, "verify", arguments)
@@ -75,7 +72,7 @@ def run(arguments: list[str]) -> int:
     with stdout_to_stderr(options.json):
         report = _verify(options, overrides)
     print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)
-    return BROKEN if report.kept is False else 0
+    return int(report.kept is False)
 
 
 def _verify(options: Options, overrides: dict[str, str]) -> "Report":

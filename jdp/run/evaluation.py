@@ -114,18 +114,12 @@ class Evaluation:
 
 @dataclass
 class Best:
-    """The best evaluation so far by one metric.
-
-    Attributes:
-        metric: its name; larger is better for an accuracy.
-        value, step: the best value and its step; None and 0 before the first evaluation.
-        waiting: evaluations since then.
-    """
+    """The best evaluation so far by one metric."""
 
     metric: str
-    value: float | None = None
-    step: int = 0
-    waiting: int = 0
+    value: float | None = None  # None before the first evaluation
+    step: int = 0  # of the best evaluation
+    waiting: int = 0  # evaluations since then
 
     @property
     def mode(self) -> Literal["min", "max"]:

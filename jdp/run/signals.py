@@ -47,12 +47,7 @@ _ROUNDS = itertools.count()
 
 
 class Stopped(SystemExit):
-    """Exit of a run stopped by a signal, after saving.
-
-    Attributes:
-        code: the exit code.
-        summary: summary of the run so far; before its first step only "stopped", the name of the signal.
-    """
+    """Exit of a run stopped by a signal, with its summary so far: before the first step, only the signal's name."""
 
     def __init__(self, number: signal.Signals, summary: dict[str, Any]) -> None:
         super().__init__(EXIT_CODES[number])
@@ -60,20 +55,13 @@ class Stopped(SystemExit):
 
 
 class StopRequest:
-    """Listens for signals while in `with`; `at_step` returns True if the run stops after this step.
-
-    Attributes:
-        signal: the signal that stops the run; None while it continues.
-        heard: the signal that this process has received, before the run stops for it.
-        began: whether the first step is dispatched: from then on processes agree on a stop, and save.
-        on_signal: called with each signal, in another thread.
-    """
+    """Listens for signals while in `with`; `at_step` returns True if the run stops after this step."""
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.heard: signal.Signals | None = None
-        self.began = False
-        self.on_signal: Callable[[signal.Signals], None] = lambda number: None
+        self.signal: signal.Signals | None = None  # stops the run
+        self.heard: signal.Signals | None = None  # by this process, before the run stops for it
+        self.began = False  # the first step is dispatched: from now on processes agree on a stop, and save
+        self.on_signal: Callable[[signal.Signals], None] = lambda number: None  # called in another thread
         self._leaving = self._raised = False
         self._heard_at = 0.0
         self._before: dict[signal.Signals, Any] = {}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from jdp.experiment.schema.fields import (
     NONE,
@@ -55,7 +55,7 @@ class Data(Made):
     while fetching it, here the first 100000 rows. Tokens of 64 MiB of text or more are cached below JDP_CACHE_DIR
     (~/.cache/jdp). Paths are relative to the experiment file, on the command line to the working directory. "none" with
     [data.mixture.NAME]."""
-    mixture: Annotated[dict[str, Ingredient], _kinds("text", "images")] = Field(default={})
+    mixture: Annotated[dict[str, Ingredient], named("text"), _kinds("text", "images")] = Field(default={})
     """Several sources of text, or of images with the same classes, mixed by weight; replaces source."""
     field: Annotated[str | None, OnlyFor("text and arrays", lambda x: x.data.ids is None, ", not data.ids")] = None
     """Column or array to learn from; none = the usual: "text", the only images, "features"."""
@@ -101,22 +101,13 @@ class Data(Made):
             return {**table, "source": None}
         return table
 
-    @field_validator("mixture")
-    @classmethod
-    def _names(cls, mixture: dict[str, Ingredient]) -> dict[str, Ingredient]:
-        named("text", mixture)
-        return mixture
-
     @property
     def knows_text(self) -> bool:
         """Whether the tokenizer of the tokens is known: not for an .npz, nor for ids without a tokenizer."""
-        return self.tokenizer != BYTES if self.ids else not any(source.endswith(ARRAYS) for source in self.sources)
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """All sources, including the mixture's."""
-        given = [self.source, *(text.source for text in self.mixture.values())]
-        return tuple(word for source in given for word in words_of(source))
+        if self.ids:
+            return self.tokenizer != BYTES
+        sources = [self.source, *(text.source for text in self.mixture.values())]
+        return not any(word.endswith(ARRAYS) for source in sources for word in words_of(source))
 
 
 def words_of(source: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -73,7 +73,9 @@ class Experiment(Section):
     model: SerializeAsAny[Model]
     data: Annotated[Data, Field(validate_default=True)] = Data()
     eval: Annotated[
-        dict[str, EvalSet], OnlyFor("data that jdp reads", lambda x: not x.data.make, ", not data.make")
+        dict[str, EvalSet],
+        named("data set"),
+        OnlyFor("data that jdp reads", lambda x: not x.data.make, ", not data.make"),
     ] = Field(default={})
     """Further data sets to evaluate on."""
     loss: LossTable = LossTable()
@@ -111,12 +113,6 @@ class Experiment(Section):
         if model is None or model.kind != "text" or data.make or data.length:
             return data
         return data.model_copy(update={"length": model.config.context})
-
-    @field_validator("eval")
-    @classmethod
-    def _eval_names(cls, sets: dict[str, EvalSet]) -> dict[str, EvalSet]:
-        named("data set", sets)
-        return sets
 
     @property
     def eval_metrics(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import pytest
 import two_hosts
 from damage import flip
 from paths import ROOT
+from tiny_runs import refused
 
 import jdp
 from jdp.cli import main as cli
@@ -243,7 +244,5 @@ def test_the_checkpoints_of_a_run_are_verified(tmp_path, capfd):
     ],
 )
 def test_a_mistake_is_one_error_and_exit_2(arguments, expected, capfd):
-    assert cli.main(["doctor", *arguments]) == 2
-    shown = capfd.readouterr()
-    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out
-    assert expected in shown.err
+    error = refused(capfd, "doctor", *arguments)
+    assert expected in error and error.count("\n") == 1

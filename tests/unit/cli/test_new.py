@@ -3,6 +3,7 @@
 import tomllib
 
 import pytest
+from tiny_runs import refused
 
 from jdp.cli import main as cli
 from jdp.experiment.file import copied, load, shipped, to_toml
@@ -69,7 +70,6 @@ MISTAKES = {
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_error_and_writes_nothing(here, capsys, arguments, expected):
     (here / "mine.toml").write_text("kept")
-    assert cli.main(["new", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("error: ") and expected in shown.err and shown.err.count("\n") == 1 and not shown.out
+    error = refused(capsys, "new", *arguments)
+    assert expected in error and error.count("\n") == 1
     assert [file.name for file in here.iterdir()] == ["mine.toml"] and (here / "mine.toml").read_text() == "kept"
