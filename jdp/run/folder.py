@@ -1,13 +1,9 @@
 """The folder of a run: RUNS/NAME, which belongs to one experiment.
 
 A visit is a process, or cluster, that works on the run. `claimed` makes the folder, or checks that it has the same
-experiment and may be resumed, and locks it; `Claim.check` restores deleted files of the claim. `disk_trouble` turns a
-full or read-only disk into one error, and after the first step temporary errors into the exit code "run again".
-
-Between visits the way of computing may change (`MAY_CHANGE`): devices, strategy, precision, evaluations, logging. The
-number of steps may change if the learning rate does not depend on it. The model, the data, the optimizer, and the
-trained parameters with their initial weights may not change. Names and paths may (`PLACES`): the run's folder, the data
-or the base model may be moved.
+experiment and may be resumed, and locks it. Between visits the way of computing may change (`MAY_CHANGE`), and names
+and paths (`PLACES`); the number of steps, if the learning rate does not depend on it. The model, the data, the
+optimizer, and the trained parameters with their initial weights may not change.
 """
 
 import contextlib

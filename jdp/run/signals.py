@@ -1,14 +1,11 @@
 """Signals that stop a run: all processes stop at the same step, save, and exit.
 
 The signals are Ctrl-C (SIGINT), SIGTERM, SIGHUP, and SIGUSR1, which Slurm sends. A thread receives them at once, even
-while the main thread compiles or waits inside JAX.
-
-1. Before the first step of a visit is dispatched there is nothing to save: all processes exit at once.
-2. After that the loop polls at each step and at each batch of an evaluation. Several processes agree through the
-   coordination service: each reports its number of polls, and all stop at the first poll that none has reached.
-3. A second signal exits at once. The files on disk are always complete.
-
-JAX's own preemption sync is not used: it knows only SIGTERM, and covers neither compilation nor evaluation.
+while the main thread compiles or waits inside JAX. Before the first step of a visit is dispatched there is nothing to
+save, so all processes exit at once, as they do at a second signal. After that the loop polls at each step and at each
+batch of an evaluation. Several processes agree through the coordination service: each reports its number of polls, and
+all stop at the first poll that none has reached. (JAX's own preemption sync knows only SIGTERM, and covers neither
+compilation nor evaluation.)
 """
 
 from __future__ import annotations

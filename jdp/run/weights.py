@@ -1,19 +1,9 @@
 """The weights that a run starts from (`train.init_from`), and those that it exports at its end (`train.export`).
 
-Initial weights are of another run, a checkpoint or a safetensors file.
-
-1. Check the path before anything is written.
-2. Read parameters and model state onto the state's shardings. Missing LoRA parameters keep their initial values.
-3. Make the optimizer's state for these weights; averaged parameters start from them.
-
-The export is the folder `export`, for `transformers` and `jdp generate`.
-
-1. It has the state of the best checkpoint, else the last, with averaged parameters if the run has them; LoRA's updates
-   are added.
-2. It is written to `.export.new` beside the target, with the config keys of its original Hugging Face model, and moved
-   when complete. Its `jdp.json` names the step. A finished run exports nothing twice; a continued run replaces the
-   earlier export.
-3. It has the run's tokenizer, with the tokens that begin and end a text in the files of `transformers`.
+Initial weights are read onto the state's shardings before the optimizer's state is made for them; LoRA parameters that
+they lack keep their initial values. The export, a folder for `transformers` and `jdp generate`, has the best checkpoint
+if the run keeps it, else the last state. It is written beside its place and moved when complete; its `jdp.json` names
+the step, so a finished run exports nothing twice, and a continued run replaces the earlier export.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""The keys of an experiment file: strict, frozen models, each field with its line of `jdp train --help-all`.
-
-fields.py     the kinds of value
-model.py      [model]
-data.py       [data], [data.mixture.NAME], [eval.NAME]
-optimizer.py  [loss], [optimizer]
-train.py      [train] with the metrics of evaluations, [sample], [guard]
-rules.py      the rules between the keys
-this file     the whole file
+"""The whole experiment file.
 
 The constructor checks everything that depends neither on the devices nor on the data. `jdp.experiment.file` checks
 the devices, `jdp.experiment.data` the data.
