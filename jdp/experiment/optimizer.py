@@ -70,7 +70,7 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
     config = experiment.model.config
     stacked = isinstance(config, GPTConfig | ViTConfig) and bool(config.scan)
     decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}
-    moments = {"b1": chosen.b1, "b2": chosen.b2}
+    moments: dict[str, Any] = {"b1": chosen.b1, "b2": chosen.b2}
     decayed, descent = optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate)
     match chosen.name:
         case "adamw":
