@@ -60,13 +60,13 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
     """
     chosen, rate = experiment.optimizer, learning_rate(experiment)
     if chosen.make:
-        made = chosen.call(rate)
-        if not isinstance(made, optax.GradientTransformation):
+        rule = chosen.call(rate)
+        if not isinstance(rule, optax.GradientTransformation):
             raise ExperimentError(
-                f"optimizer.make = {chosen.make!r} returns an optax.GradientTransformation; given {cut(repr(made))}: "
+                f"optimizer.make = {chosen.make!r} returns an optax.GradientTransformation; given {cut(repr(rule))}: "
                 "return one"
             )
-        return made
+        return rule
     config = experiment.model.config
     stacked = isinstance(config, GPTConfig | ViTConfig) and bool(config.scan)
     decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}

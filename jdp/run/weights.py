@@ -32,7 +32,6 @@ from jdp.checkpoint.safetensors.transfer import GENERATION, export_hf, import_sa
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.plan import Plan
 from jdp.core.state import TrainState, trained_part
-from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import first_state
 from jdp.data.text.tokenizers import BESIDE, BYTES, byte_tokenizer, open_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
@@ -123,11 +122,8 @@ def _safetensors(place: Path) -> Path | None:
 def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
     """Return the state with the optimizer's initial state for these parameters."""
     tx, trained = state.static.tx, state.static.trained
-
-    def optimizer_state(params: PyTree) -> PyTree:
-        return first_state(tx, trained_part(params, trained))
-
-    begin = jax.jit(optimizer_state, out_shardings=plan.shardings(state).opt_state)
+    shardings = plan.shardings(state).opt_state
+    begin = jax.jit(lambda params: first_state(tx, trained_part(params, trained)), out_shardings=shardings)
     return replace(state, opt_state=begin(state.params))
 
 
@@ -203,7 +199,6 @@ def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[s
     data = experiment.data
     if experiment.kind == "text" and data.knows_text:
         _write_tokenizer(data.tokenizer, fresh)
-        _name_tokens(data.tokenizer, fresh)
     (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     old = fresh.with_name(f".{EXPORT}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -215,20 +210,16 @@ def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[s
 
 
 def _write_tokenizer(name: str, folder: Path) -> None:
-    """Write the run's tokenizer, with the token that ends documents, into a folder."""
+    """Write the run's tokenizer into an export, and name the tokens that begin and end a text in its other files."""
     if name == BYTES:
         for file, table in byte_tokenizer().items():
             (folder / file).write_text(json.dumps(table, ensure_ascii=False, indent=1), encoding="utf-8")
-        return
-    path = user_path(name)
-    file = path / TOKENIZER if path.is_dir() else path
-    shutil.copyfile(file, folder / TOKENIZER)
-    for beside in filter(Path.is_file, map(file.with_name, BESIDE)):
-        shutil.copyfile(beside, folder / beside.name)
-
-
-def _name_tokens(name: str, folder: Path) -> None:
-    """Write the tokenizer's tokens that begin and end a text into the files that `transformers` reads."""
+    else:
+        path = user_path(name)
+        file = path / TOKENIZER if path.is_dir() else path
+        shutil.copyfile(file, folder / TOKENIZER)
+        for beside in filter(Path.is_file, map(file.with_name, BESIDE)):
+            shutil.copyfile(beside, folder / beside.name)
     tokenizer = open_tokenizer(name)
     for file in filter(Path.is_file, (folder / CONFIG, folder / GENERATION)):
         table, ends = read_json(file), [*tokenizer.ends]

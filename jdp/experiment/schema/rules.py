@@ -40,10 +40,10 @@ def _unread(x: Any, table: BaseModel, prefix: str = "") -> Iterator[str]:
     """Yield a line for each key that is set although nothing reads it: the file would not describe the run."""
     for name, field in type(table).model_fields.items():
         key, value = f"{prefix}{name}", getattr(table, name)
-        shown, given = (f"[{key}]", "") if isinstance(value, BaseModel | dict) else (key, f"; given {brief(value)}")
+        shown, ending = (f"[{key}]", "") if isinstance(value, BaseModel | dict) else (key, f"; given {brief(value)}")
         for only in (rule for rule in field.metadata if isinstance(rule, OnlyFor)):
             if value != field.default and not only.is_read(x):
-                yield f"{shown} is for {only.readers}{only.instead.format(x=x)}{given}: remove it"
+                yield f"{shown} is for {only.readers}{only.instead.format(x=x)}{ending}: remove it"
         if isinstance(value, BaseModel):
             yield from _unread(x, value, f"{key}.")
 
