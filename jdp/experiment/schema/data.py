@@ -21,12 +21,12 @@ from jdp.experiment.schema.make import Made
 from jdp.experiment.schema.model import Learns
 
 
-def _kinds(*kinds: Learns) -> OnlyFor:
+def _read_for(*kinds: Learns) -> OnlyFor:
     """Mark a key that is read for these kinds of data."""
     return OnlyFor(" and ".join(kinds), lambda x: x.kind in kinds, ", and {x.model.chosen} learns {x.kind}")
 
 
-_TEXT = _kinds("text")
+_TEXT = _read_for("text")
 
 
 class Ingredient(Section):
@@ -55,11 +55,11 @@ class Data(Made):
     while fetching it, here the first 100000 rows. Tokens of 64 MiB of text or more are cached below JDP_CACHE_DIR
     (~/.cache/jdp). Paths are relative to the experiment file, on the command line to the working directory. "none" with
     [data.mixture.NAME]."""
-    mixture: Annotated[dict[str, Ingredient], named("text"), _kinds("text", "images")] = Field(default={})
+    mixture: Annotated[dict[str, Ingredient], named("text"), _read_for("text", "images")] = Field(default={})
     """Several sources of text, or of images with the same classes, mixed by weight; replaces source."""
     field: Annotated[str | None, OnlyFor("text and arrays", lambda x: x.data.ids is None, ", not data.ids")] = None
     """Column or array to learn from; none = the usual: "text", the only images, "features"."""
-    label: Annotated[str | None, _kinds("images", "features")] = None
+    label: Annotated[str | None, _read_for("images", "features")] = None
     """Column or array of the classes; none = the usual: the only classes, "labels"."""
     ids: Annotated[str | None, _TEXT] = None
     """Column or array of token ids in place of text, such as "input_ids" in "hf:parquet:PATH" or an .npz.
@@ -79,7 +79,7 @@ class Data(Made):
     """Tokens per sample; 0 = the model's context."""
     heldout: Annotated[
         PathText | None,
-        _kinds("images", "features"),
+        _read_for("images", "features"),
         OnlyFor("one source", lambda x: not x.data.mixture, ", not [data.mixture.NAME]"),
     ] = None
     """Separate held-out set, named as in source; none = heldout_fraction of the source."""
@@ -87,7 +87,7 @@ class Data(Made):
     """Share of the data held out for evaluation, chosen by content."""
     shuffle: bool = True
     """Reshuffle the training samples each epoch."""
-    augment: Annotated[Literal["crop", "resized_crop"] | None, _kinds("images")] = None
+    augment: Annotated[Literal["crop", "resized_crop"] | None, _read_for("images")] = None
     """Crop training images at random and flip half of them from left to right, anew each epoch. "crop", for small
     images: pad each side with an eighth of black pixels, then crop to the image's size. "resized_crop", for
     photographs: at least 8 % of the area, aspect ratio 3:4 to 4:3, resized to model.image_size. none = neither."""

@@ -164,8 +164,8 @@ class Guard(Section):
 RuleName = Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"]
 
 
-def _rules(*names: RuleName) -> OnlyFor:
-    """Mark a key of these update rules."""
+def _used_by(*names: RuleName) -> OnlyFor:
+    """Mark a key that these update rules read."""
     return OnlyFor(", ".join(names), lambda x: x.optimizer.name in names, ", not {x.optimizer.name}")
 
 
@@ -189,20 +189,20 @@ class Optimizer(Made):
     ] = 0.0
     """Final learning rate as a share of the peak."""
     weight_decay: Annotated[
-        float, Field(ge=0), Single, _rules("adamw", "lion", "sgd", "adafactor", "lamb", "lars", "muon")
+        float, Field(ge=0), Single, _used_by("adamw", "lion", "sgd", "adafactor", "lamb", "lars", "muon")
     ] = 0.0
     """Weight decay; not applied to biases and norm scales. Decoupled from the gradient, except in lars."""
-    b1: Annotated[Decay, _rules("adamw", "adam", "lion", "lamb", "muon")] = 0.9
+    b1: Annotated[Decay, _used_by("adamw", "adam", "lion", "lamb", "muon")] = 0.9
     """Decay of the first moment."""
-    b2: Annotated[Decay, _rules("adamw", "adam", "lion", "lamb", "rmsprop", "muon")] = 0.999
+    b2: Annotated[Decay, _used_by("adamw", "adam", "lion", "lamb", "rmsprop", "muon")] = 0.999
     """Decay of the second moment."""
-    eps: Annotated[AboveZero, _rules("adamw", "adam", "lamb", "rmsprop", "adagrad", "muon")] = 1e-8
+    eps: Annotated[AboveZero, _used_by("adamw", "adam", "lamb", "rmsprop", "adagrad", "muon")] = 1e-8
     """Added to the denominator."""
-    momentum: Annotated[Decay, _rules("sgd", "adafactor", "lars", "rmsprop")] = 0.0
+    momentum: Annotated[Decay, _used_by("sgd", "adafactor", "lars", "rmsprop")] = 0.0
     """Momentum; muon's is beta."""
-    beta: Annotated[Decay, _rules("muon")] = 0.95
+    beta: Annotated[Decay, _used_by("muon")] = 0.95
     """Decay of the momentum that is orthogonalized, a Nesterov momentum."""
-    adam_lr: Annotated[AboveZero | None, _rules("muon")] = None
+    adam_lr: Annotated[AboveZero | None, _used_by("muon")] = None
     """Peak learning rate of AdamW for all parameters except hidden matrices; none = lr."""
     ema_decay: Decay | None = None
     """Decay of a moving average of the parameters, used by evaluations and samples; none = no average."""
