@@ -40,9 +40,13 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
 
 def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:
     """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys."""
-    flags = ["--help", ALL_KEYS, *(flag_of(field.name) for field in dataclasses.fields(options))]
-    remaining, overrides = split_overrides(arguments, flags)
+    remaining, overrides = split_overrides(arguments, flags_of(options))
     return parse(options, name, remaining), overrides
+
+
+def flags_of(options: type[Any]) -> list[str]:
+    """Return a command's own flags, such as "--run-dir"."""
+    return ["--help", ALL_KEYS, *(flag_of(field.name) for field in dataclasses.fields(options))]
 
 
 def flag_of(name: str) -> str:

@@ -5,7 +5,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,11 +13,22 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from jdp.base.toml import toml_value
-from jdp.experiment.schema.fields import OnlyFor
 
 Path = tuple[int | str, ...]
 _FREE_KEYS = {"mesh": "AXIS", "rules": "PATTERN"}
 """A table with free keys is shown as one key: mesh.AXIS, rules.PATTERN."""
+
+
+@dataclass(frozen=True)
+class OnlyFor:
+    """In a field's annotation: only some experiments read the key, and the others must leave it at its default.
+
+    Help ends with "For {readers}."; the message for the others begins with "KEY is for {readers}{instead}".
+    """
+
+    readers: str
+    is_read: Callable[[Any], object]  # whether an experiment, x, reads the key
+    instead: str = ""  # a format of x
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from jdp.experiment.keys import OnlyFor
 from jdp.experiment.schema.fields import (
     NONE,
     AboveZero,
     Count,
     MaybeSource,
-    OnlyFor,
     Part,
     PathText,
     Section,

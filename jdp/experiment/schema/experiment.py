@@ -12,8 +12,9 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from jdp.base.errors import UserError
 from jdp.base.words import DtypeName, Encoding, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
+from jdp.experiment.keys import OnlyFor
 from jdp.experiment.schema.data import Data, EvalSet
-from jdp.experiment.schema.fields import CompilerTable, OnlyFor, PackageName, Rule, RunName, Section, named
+from jdp.experiment.schema.fields import CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import Model, UnknownModel, model_table
 from jdp.experiment.schema.rules import broken_rules
 from jdp.experiment.schema.train import ACCURACY, Guard, LossTable, Optimizer, Sample, Train

@@ -4,8 +4,7 @@ import keyword
 import re
 import struct
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
@@ -137,18 +136,6 @@ BoolOrAuto = Annotated[
 ]
 CompilerTable = Annotated[CompilerPreset | dict[str, Any], PlainValidator(lambda value: Compiler.of(value).value)]
 Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
-
-
-@dataclass(frozen=True)
-class OnlyFor:
-    """In a field's annotation: only some experiments read the key, and the others must leave it at its default.
-
-    Help ends with "For {readers}."; the message for the others begins with "KEY is for {readers}{instead}".
-    """
-
-    readers: str
-    is_read: Callable[[Any], object]  # whether an experiment, x, reads the key
-    instead: str = ""  # a format of x
 
 
 class Section(BaseModel):

@@ -9,6 +9,7 @@ from pydantic import Field, PlainValidator
 from jdp.base.errors import UserError
 from jdp.base.toml import cut
 from jdp.base.words import nearest
+from jdp.experiment.keys import OnlyFor
 from jdp.experiment.schema.fields import (
     AboveZero,
     Address,
@@ -17,7 +18,6 @@ from jdp.experiment.schema.fields import (
     Count,
     Decay,
     Fraction,
-    OnlyFor,
     PathText,
     Patterns,
     Positive,
