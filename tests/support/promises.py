@@ -52,13 +52,13 @@ NAMES = {
 """The public names of `jdp`."""
 
 COMMANDS = {
-    "new": "test_new.py::test_a_new_file_is_the_shipped_experiment_under_its_own_name",
+    "new": "test_new.py::test_a_new_file_is_a_renamed_shipped_experiment",
     "train": "test_train.py::test_writes_what_it_promises",
     "plan": "test_foresee.py::test_people_get_tables_and_sentences",
     "verify": "test_foresee.py::test_verify_keeps_or_breaks",
     "prove": "test_prove.py::test_an_experiment_is_proven_as_it_is",
     "launch": "test_launch.py::test_processes_learn_who_they_are",
-    "generate": "test_generate.py::test_greedy_text_is_the_argmax_of_the_whole_forward_pass",
+    "generate": "test_generate.py::test_greedy_text_is_the_argmax_of_forward_passes",
     "report": "test_report.py::test_a_run_becomes_a_page",
     "why": "test_diagnosis.py::test_who_failed_first_is_named_and_not_who_lost_it",
     "doctor": "test_doctor.py::test_alone_with_eight_devices",
@@ -91,10 +91,10 @@ CONTRACTS = {
     "masks and initial weights are those of any mesh": "test_nnx.py::test_batch_statistics_are_global_and_masks_independent_of_the_mesh",
     "a loss that mixes examples is refused where it cannot be right": "test_loss_check.py::test_a_loss_that_is_no_sum_sees_all_rows_or_is_refused[contrastive]",
     "any pytree trains": "test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[linen]",
-    "any step is compared with its baseline, by source line": "test_programs.py::test_a_baseline_is_equal_until_a_line_sends_more",
-    "a user's mistake is one error and exit 2": "test_cli.py::test_a_users_mistake_is_one_error_on_stderr_and_exit_2",
+    "any step is compared with its baseline, by source line": "test_programs.py::test_a_baseline_notices_a_line_that_sends_more",
+    "a user's mistake is one error and exit 2": "test_cli.py::test_a_mistake_is_one_error_and_exit_2",
     "processes that are missing are named": "test_roll_call.py::test_who_is_missing_is_named_after_a_while_and_at_the_end_on_every_process",
     "a bad call is one error with the fix": "test_bad_calls.py::test_a_bad_call_is_one_error_with_the_fix",
-    "a wrong file is one line with key, rule, value and fix": "test_experiment.py::test_a_wrong_file_is_refused_in_one_line_with_key_rule_value_and_fix",
+    "a wrong file is one line with key, rule, value and fix": "test_experiment.py::test_a_wrong_file_is_refused_in_one_line",
 }
 """Lines of the design's contracts."""
