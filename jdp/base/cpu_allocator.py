@@ -9,7 +9,6 @@ peak memory, and all its threads allocate from one arena.
 
 import ctypes
 import os
-from collections.abc import Mapping
 
 from jdp.base.machine import available_memory
 from jdp.base.public import public
@@ -43,7 +42,7 @@ def keep_memory() -> str | None:
     Returns:
         A line that reports the change; None if nothing was done.
     """
-    library = _glibc(os.environ)
+    library = _glibc() if os.environ.get(OFF, "0") in ("", "0") else None
     if library is None:
         return None
     for parameter, value in _SETTINGS.items():
@@ -52,10 +51,8 @@ def keep_memory() -> str | None:
     return f"memory is kept between steps, on huge pages: the process stays at its peak ({OFF}=1 turns it off)"
 
 
-def _glibc(environment: Mapping[str, str]) -> ctypes.CDLL | None:
-    """Return the C library of this process if it is glibc with its own `malloc`, and not turned off."""
-    if environment.get(OFF, "0") not in ("", "0"):
-        return None
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library of this process if it is glibc with its own `malloc`."""
     try:
         library = ctypes.CDLL(None)
     except (OSError, TypeError):  # Windows has no such handle

@@ -77,8 +77,8 @@ def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Arr
 
 def noise_amplitude(precision: Precision, batch: Batch) -> float:
     """Return the shadows' relative noise a = FACTOR · u, with u of the coarsest dtype of computation or sums."""
-    is_coarse = "bf16" in (precision.compute, precision.reduce)
-    return max(is_coarse * FACTOR["bf16"] * 2.0**-9, sum_noise(batch))
+    coarse = FACTOR["bf16"] * 2.0**-9 if "bf16" in (precision.compute, precision.reduce) else 0.0
+    return max(coarse, sum_noise(batch))
 
 
 def sum_noise(batch: Batch) -> float:
@@ -118,11 +118,11 @@ class Record:
 
     def compare(self, step: int, values: Mapping[str, Array]) -> Closest:
         """Compare a run with the reference after `step` steps."""
-        closest = {name: self._closest(step, name, x) for name, x in values.items()}
+        elements = [self._closest(step, name, x) for name, x in values.items()]
         # Weight and loss precede the gradients. The norm tells less than the leaf with the wrong gradient.
         rank = {"weight": 3, "loss": 2, "grad_norm": 0}
-        worst = max(closest.values(), key=lambda each: (rank.get(each.leaf, 1) * (each.ratio > 1), each.ratio))
-        return replace(worst, beyond=sum(each.ratio > 1 for each in closest.values()))
+        worst = max(elements, key=lambda element: (rank.get(element.leaf, 1) * (element.ratio > 1), element.ratio))
+        return replace(worst, beyond=sum(element.ratio > 1 for element in elements))
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each thing that this record cannot prove."""

@@ -38,8 +38,8 @@ class Proof:
 
     Attributes:
         runs: in the order of their execution; if a resumed run differs, they include its two settings.
-        first_difference: the differing run with the fewest changes from one device, resumed runs last
-            (`Trial.causal_order`); None if all are equal.
+        first_difference: the differing run with the fewest changes from one device, resumed runs last; None if all
+            are equal.
         skipped: part of a run's name -> why it was skipped.
         steps: optimizer steps of each run.
         notes: the limits of the proof.
@@ -54,9 +54,9 @@ class Proof:
     @classmethod
     def of(cls, results: Mapping[Trial, Closest], record: Record, skipped: dict[str, str]) -> Proof:
         """Return the result of runs that were compared with a record."""
-        differing = sorted((t for t, at in results.items() if at.ratio > 1), key=lambda trial: trial.causal_order)
         runs = {trial: _run(trial, at, len(record.values[at.step])) for trial, at in results.items()}
-        first = runs[differing[0]] if differing else None
+        differing = [trial for trial, run in runs.items() if not run.equal]
+        first = runs[min(differing, key=lambda trial: trial.causal_order)] if differing else None
         if first is not None and len(differing) > 1:
             words = f"{first.words} {len(differing)} of {len(runs)} runs differ; this run has the fewest changes."
             first = replace(first, words=words)
@@ -68,16 +68,14 @@ class Proof:
         return self.first_difference is None
 
     def __str__(self) -> str:
-        headings = ("run", "equal", "difference", "bound", "of bound", "closest to its bound at")
-        cells: list[tuple[str, ...]] = [headings]
+        cells = [("run", "equal", "difference", "bound", "of bound", "closest to its bound at")]
         for run in self.runs:
             at = run.at
             place = f"step {at.step}, {at.leaf}" if at.ratio else "bit for bit"
             sizes = f"{at.difference:.1e}", f"{at.bound:.1e}", f"{at.ratio:.2g}"
             cells.append((run.name, "yes" if run.equal else "NO", *sizes, place))
-        rows = align_columns(cells)
-        rows += [f"not run: {name}: {reason}" for name, reason in self.skipped.items()]
-        return "\n".join([*rows, *self.notes, self._verdict()])
+        skipped = (f"not run: {name}: {reason}" for name, reason in self.skipped.items())
+        return "\n".join([*align_columns(cells), *skipped, *self.notes, self._verdict()])
 
     def _verdict(self) -> str:
         if self.first_difference is not None:

@@ -19,13 +19,9 @@ from jdp.core.sharding.axes import batch_unit
 from jdp.core.sharding.strategy import STRATEGIES
 from jdp.core.state import TrainState
 from jdp.core.step import Step
-from jdp.core.types import Batch
 from jdp.data.feed import shard_batches
 from jdp.prove.bounds import Closest, Record, snapshot
 from jdp.prove.reference import Reference
-
-Batches = Callable[[int], Batch]
-"""`batches(index)` -> the global batch of the step after `index` consumed batches, as NumPy arrays."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ def changes(setting: Setting, other: Setting) -> int:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run under one setting, or a run that is saved after step `at` and resumed under another setting, `onto`."""
+    """A run under one setting, or a run that is saved after step `at` and resumed under another setting."""
 
     setting: Setting
     at: int = 0
@@ -127,7 +123,6 @@ class Trials:
 
     reference: Reference
     steps: Mapping[Setting, Step]
-    batches: Batches
     record: Record  # of the reference
 
     def run_all(self, trials: Sequence[Trial], begin: Callable[[str], None]) -> dict[Trial, Closest]:
@@ -137,10 +132,9 @@ class Trials:
             begin(str(trial))
             results[trial] = self._run(trial)
         begin("")
-        for trial in [trial for trial, at in results.items() if trial.onto is not None and at.ratio > 1]:
-            suspects = [Trial(setting) for setting in (trial.setting, trial.onto) if setting is not None]
-            results |= {suspect: self._run(suspect) for suspect in suspects if suspect not in results}
-        return results
+        resumed = [trial for trial, at in results.items() if trial.onto is not None and at.ratio > 1]
+        suspects = [Trial(setting) for trial in resumed for setting in (trial.setting, trial.onto) if setting]
+        return results | {suspect: self._run(suspect) for suspect in suspects if suspect not in results}
 
     def _run(self, trial: Trial) -> Closest:
         """Run to the end or the first step beyond a bound; return the element with the largest share of its bound."""
@@ -171,7 +165,7 @@ class Trials:
 
         `holder` is a list with one state, replaced after each step: no other reference keeps its memory.
         """
-        loader = (self.batches(index) for index in range(position, len(self.record.values) - 1))
+        loader = (self.reference.batches(index) for index in range(position, len(self.record.values) - 1))
         with shard_batches(loader, step.plan, prefetch=1) as feed:
             for number in numbers:
                 state, metrics = step(holder.pop(), next(feed))

@@ -44,9 +44,9 @@ def test_a_write_that_fails_leaves_nothing_and_is_reported(tmp_path, caplog):
         raise OSError(28, "No space left on device")
 
     caplog.set_level("INFO", "jdp")
-    Cache(tmp_path, contents="things").store(NAMES[0], fill_the_disk)
+    Cache(tmp_path).store(NAMES[0], fill_the_disk)
     assert list(tmp_path.iterdir()) == []
-    assert f"things are not kept for the next run: {tmp_path} cannot be written (No space left" in caplog.text
+    assert f"compiled results are not kept for the next run: {tmp_path} cannot be written (No space l" in caplog.text
 
 
 def test_an_entry_that_another_process_deletes_meanwhile_is_no_fault(tmp_path, caplog, monkeypatch):
@@ -62,10 +62,10 @@ def test_without_a_home_folder_nothing_is_kept_which_is_said_once(tmp_path, capl
     """As in a container that runs as a user without an entry in passwd."""
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
-    for contents in ("programs", "tokens"):
-        cache = Cache(default_folder() / contents, contents=contents)
-        cache.store(NAMES[0], lambda file: file.write(bytes(100)))
-        assert cache.load(NAMES[0], lambda file: file.read()) is None
+    cache = Cache.usual()
+    for name in NAMES:
+        cache.store(name, lambda file: file.write(bytes(100)))
+        assert cache.load(name, lambda file: file.read()) is None
     assert len(caplog.records) == 1
     assert f"HOME is not set, and user {os.getuid()} has no home folder; set JDP_CACHE_DIR" in caplog.text
     cache = examine_cache()
