@@ -52,7 +52,6 @@ def keep_memory() -> str | None:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library of this process if it is glibc with its own `malloc`."""
     try:
         library = ctypes.CDLL(None)
     except (OSError, TypeError):  # Windows has no such handle

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,8 +54,7 @@ METRICS = ("weight", "loss", "grad_norm")
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Closest:
+class Closest(NamedTuple):
     """The element of a run with the largest ratio of difference to bound."""
 
     step: int = 0  # optimizer steps done; 0 is the state before the first
@@ -75,16 +74,12 @@ def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Arr
     return {name: np.array(value) for name, value in jax.device_get(values).items()}
 
 
-def noise_amplitude(precision: Precision, batch: Batch) -> float:
-    """Return the shadows' relative noise a = FACTOR · u, with u of the coarsest dtype of computation or sums."""
-    coarse = FACTOR["bf16"] * 2.0**-9 if "bf16" in (precision.compute, precision.reduce) else 0.0
-    return max(coarse, sum_noise(batch))
-
-
-def sum_noise(batch: Batch) -> float:
-    """Return the relative noise a = FACTOR · u of values summed over the batch in fp32."""
+def relative_noise(precision: Precision, batch: Batch) -> tuple[float, float]:
+    """Return a = FACTOR · u of fp32 sums over the batch, and of the coarsest dtype of computation or sums."""
     terms = max(np.size(leaf) for leaf in jax.tree.leaves(batch))
-    return max(FACTOR["fp32"], 2 * math.sqrt(terms)) * 2.0**-24
+    sums = max(FACTOR["fp32"], 2 * math.sqrt(terms)) * 2.0**-24
+    coarse = FACTOR["bf16"] * 2.0**-9 if "bf16" in (precision.compute, precision.reduce) else 0.0
+    return sums, max(coarse, sums)
 
 
 @dataclass
@@ -122,15 +117,14 @@ class Record:
         # Weight and loss precede the gradients. The norm tells less than the leaf with the wrong gradient.
         rank = {"weight": 3, "loss": 2, "grad_norm": 0}
         worst = max(elements, key=lambda element: (rank.get(element.leaf, 1) * (element.ratio > 1), element.ratio))
-        return replace(worst, beyond=sum(element.ratio > 1 for element in elements))
+        return worst._replace(beyond=sum(element.ratio > 1 for element in elements))
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each thing that this record cannot prove."""
         if bad := [step for step, values in enumerate(self.values) if step and not np.isfinite(values["loss"])]:
             return (f"the reference's own loss is not finite at step {bad[0]}: later steps prove little",)
-        for step, bounds in enumerate(self.widest):
-            if not all(np.isfinite(x).all() for x in bounds.values()):
-                return (f"from step {step} on, rounding alone makes values infinite or NaN: any value passes",)
+        if wide := [step for step, x in enumerate(self.widest) if not all(np.isfinite(b).all() for b in x.values())]:
+            return (f"from step {wide[0]} on, rounding alone makes values infinite or NaN: any value passes",)
         names = [name for name in self.values[0] if name.startswith("params/")]
         if weak := [name for name in names if self._is_weak(name)]:
             return (
@@ -140,13 +134,11 @@ class Record:
         return ()
 
     def _is_weak(self, name: str) -> bool:
-        """Return True if a parameter's bound is large compared with its change, after every step."""
         first, *later = (values[name].astype(np.float32) for values in self.values)
         changes, bounds = [np.abs(x - first).mean() for x in later], [each[name].mean() for each in self.widest[1:]]
         return all(10 * bound > change or not change for bound, change in zip(bounds, changes, strict=True))
 
     def _closest(self, step: int, name: str, value: Array) -> Closest:
-        """Return the element of a leaf or metric that is closest to its bound."""
         difference = _difference(value, self.values[step][name]).ravel()
         if not difference.size:
             return Closest(step, name)

@@ -1,12 +1,8 @@
 """Equivalence with one device: tests that a training learns the same on many devices, under every strategy.
 
-1. `reference.py`: the training as a plain loop on one device, recorded at every step.
-2. `bounds.py`: shadows of the reference, which measure how far rounding alone moves each element.
-3. `runs.py`: the settings, and each run, compared with the record until the end or the first element beyond its bound.
-4. `proof.py`: the table, or the step, leaf and size of the first difference in the simplest differing run.
-
-Model, batches, dtypes and optimizer are the user's own, in full size. `guard/memory_check.py` refuses a proof that does
-not fit into memory. Runs that would need another computation are listed with the reason.
+`reference.py` is the training as a plain loop on one device, `bounds.py` measures how far rounding alone moves each
+element of it, `runs.py` makes the runs and compares them, `proof.py` reports. Model, batches, dtypes and optimizer are
+the user's own, in full size. `guard/memory_check.py` refuses a proof that does not fit into memory.
 """
 
 from __future__ import annotations

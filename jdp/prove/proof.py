@@ -104,7 +104,6 @@ def _numbers(at: Closest, name: str) -> dict[str, Any]:
 
 
 def _run(trial: Trial, at: Closest, leaves: int) -> Run:
-    """Describe a run; if it differs, name the place and the likely faults."""
     if at.ratio <= 1:
         return Run(str(trial), at)
     hint = HINTS.get(at.leaf, LEAF) if at.step else "`init` computes another initial state on this mesh"
@@ -112,12 +111,9 @@ def _run(trial: Trial, at: Closest, leaves: int) -> Run:
         hint = "saving or restoring changed the state: this is the restored state"
     elif trial.at and at.step == trial.at + 1:
         hint = f"the data did not continue where it stopped, because this is the first step after resuming; or {hint}"
-    words = (
-        f"not equal: {trial} differs from one device at step {at.step} in {at.leaf} by {at.difference:.1e}; rounding "
-        f"explains at most {at.bound:.1e}; {at.beyond} of {leaves} compared values exceed their bounds there. "
-        f"Check first: {hint}."
-    )
-    return Run(str(trial), at, words)
+    differs = f"not equal: {trial} differs from one device at step {at.step} in {at.leaf} by {at.difference:.1e}"
+    beyond = f"{at.beyond} of {leaves} compared values exceed their bounds there"
+    return Run(str(trial), at, f"{differs}; rounding explains at most {at.bound:.1e}; {beyond}. Check first: {hint}.")
 
 
 HINTS = {

@@ -1,12 +1,9 @@
 """The reference that runs are compared with: a plain training loop on one device, without a mesh or a strategy.
 
 It shares almost no code with the steps that it tests: only how a module is split and how a `Loss` is read. The weights
-are drawn from `fold_in(rng, 0)`, and each step has the key `fold_in(fold_in(rng, 1), batches consumed)`. The gradient
-of Σtotal is divided by Σweight and clipped, then the optimizer is applied; a step whose gradient is not finite changes
-nothing. So the proof also detects a fault that all strategies share, such as the same key at every step.
-
-The same program with `Noise` makes the shadows, which measure rounding (`jdp.prove.bounds`); with amplitude 0 it is
-the reference itself.
+are drawn from `fold_in(rng, 0)`, and each step has the key `fold_in(fold_in(rng, 1), batches consumed)`, so the proof
+also detects a fault that all strategies share. A step whose gradient is not finite changes nothing. The same program
+with `Noise` makes the shadows, which measure rounding (`jdp.prove.bounds`).
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import Static, TrainState, trained_part, with_trained
 from jdp.core.step import Step
 from jdp.core.types import Batch, InitFn, PyTree
-from jdp.prove.bounds import PAIRS, Record, noise_amplitude, snapshot, sum_noise
+from jdp.prove.bounds import PAIRS, Record, relative_noise, snapshot
 
 Batches = Callable[[int], Batch]
 """`batches(index)` -> the global batch of the step after `index` consumed batches, as NumPy arrays."""
@@ -99,8 +96,7 @@ class Reference:
             return sums.total, (sums, model_state)
 
         (_, (sums, model_state)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(working, trained))
-        grads = optax.tree.cast(optax.tree.cast(grads, precision.reduce_dtype), jnp.float32)
-        grads = jax.tree.map(lambda g: g / sums.weight, grads)
+        grads = jax.tree.map(lambda g: g.astype(precision.reduce_dtype).astype(jnp.float32) / sums.weight, grads)
         grads = _with_noise(grads, noise, of_sums=True)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
         if (limit := self.step.settings.clip_norm) is not None:
@@ -111,8 +107,7 @@ class Reference:
         params = with_trained(state.params, optax.apply_updates(params, updates), trained)
         updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
         skipped, is_finite = replace(state, skipped=state.skipped + 1), jnp.isfinite(norm) & jnp.isfinite(sums.total)
-        metrics = {"weight": sums.weight, "loss": loss, "grad_norm": norm}
-        return optax.tree.where(is_finite, updated, skipped), metrics
+        return optax.tree.where(is_finite, updated, skipped), {"weight": sums.weight, "loss": loss, "grad_norm": norm}
 
     def loss(self, working: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, PyTree]:
         """Return the value of the loss function, and the model state afterwards."""
@@ -163,8 +158,9 @@ def record_reference(reference: Reference, steps: int, begin: Callable[[str], No
     batch, device = reference.batches(0), reference.step.plan.mesh.devices.flat[0]
     compile_with = partial(jax.jit, compiler_options=QUICK if reference.quick else None)
     initial, following = compile_with(reference.initial), compile_with(reference.next, donate_argnums=0)
-    record, amplitude = Record(sum_noise(batch)), noise_amplitude(reference.step.settings.precision, batch)
+    sums, amplitude = relative_noise(reference.step.settings.precision, batch)
     shadows = [(np.uint32(index // 2), np.float32(amplitude * (-1) ** index)) for index in range(2 * PAIRS)]
+    record = Record(sums)
     for index, noise in enumerate([(np.uint32(0), np.float32(0)), *shadows]):
         begin(f"shadow {index} of {2 * PAIRS}: the reference with larger rounding errors" if index else "the reference")
         state, metrics = initial(jax.device_put(reference.rng, device)), None

@@ -10,6 +10,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from jdp.base.errors import UserError
 from jdp.base.words import StrategyName
@@ -50,8 +51,7 @@ def changes(setting: Setting, other: Setting) -> int:
     return sum(a != b for a, b in zip(astuple(setting), astuple(other), strict=True))
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A run under one setting, or a run that is saved after step `at` and resumed under another setting."""
 
     setting: Setting
@@ -63,14 +63,8 @@ class Trial:
 
     @property
     def causal_order(self) -> tuple[int, ...]:
-        """Sort key of differing runs: the likeliest cause first.
-
-        A setting shares the faults of settings with fewer changes from one device, a resumed run those of its settings.
-        """
+        """Sort key, the likeliest cause first: a run shares the faults of runs with fewer changes."""
         return self.at, changes(self.setting, Setting()), self.setting.devices, self.setting.accumulate
-
-
-# Which runs to make.
 
 
 def steps_of(
@@ -95,10 +89,7 @@ def steps_of(
 def choose_trials(
     settings: Sequence[Setting], requested: Setting, *, steps: int, only: Sequence[str] = (), quick: bool = False
 ) -> list[Trial]:
-    """Return the runs of a proof: every setting, then the user's own resumed under another setting; or some of these.
-
-    The other setting has several devices and the most changes; a tie goes to the highest stage.
-    """
+    """Return every setting, then the user's own resumed under the most different setting; or some of these."""
     several, stages = [setting for setting in settings if setting.devices > 1], list(STRATEGIES)
     if not several:
         return []
@@ -114,11 +105,7 @@ def choose_trials(
     return trials[-1:] if quick else named
 
 
-# How to compare a run.
-
-
-@dataclass(frozen=True)
-class Trials:
+class Trials(NamedTuple):
     """Runs under different settings, all compared with one record."""
 
     reference: Reference

@@ -82,10 +82,9 @@ _VERSION = "4"  # of an entry's fields
 
 
 def _key(lowered: jax.stages.Lowered, described: str) -> str:
-    """Return the cache's key: a hash of the program, devices, versions, and the sources that the program refers to.
+    """Return a hash of the program, devices, versions, and the sources that the program refers to.
 
-    Line numbers are left out because they include the line that called the step. Sources of installed packages are
-    left out because callers vary, and the program's text has what they contribute.
+    Line numbers, which include the line that called the step, and sources of installed packages are left out.
     """
     located = lowered.as_text(debug_info=True)
     files = [Path(name) for name in sorted(set(re.findall(r'"([^"]+\.py)":\d', located)))]
@@ -128,10 +127,9 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
 
 
 def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile; again with cuBLAS' kernels if XLA finds no tiles for a matrix product.
+    """Compile; again with cuBLAS' kernels, of the same traffic, if XLA finds no tiles for a matrix product.
 
-    Without a device to try kernels on, XLA may choose tiles that do not fit the product's sizes (such as a ViT's 197),
-    and give up. The traffic stays the same.
+    Without a device to try kernels on, XLA may choose tiles that do not fit sizes such as a ViT's 197, and give up.
     """
     try:
         return lowered.compile()
@@ -151,8 +149,6 @@ def _explained(error: Exception) -> str:
         )
     return f"XLA did not compile this step: {first}"
 
-
-# XLA's standard error.
 
 _LOCK = threading.Lock()
 _KEPT = re.compile(r"rematerializ|[Rr]esharding|spmd|SPMD|memory use below|exceeds the base limit|donat")

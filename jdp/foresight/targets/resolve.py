@@ -1,14 +1,10 @@
 """Devices to compile for that this machine need not have.
 
-`target("h100:8x8")` parses the name, checks that XLA's compiler for that kind is installed, and describes the chip to
-it by a text proto of published numbers. It returns stand-ins for 64 devices on 8 hosts, which form a mesh like real
-devices. A step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those devices
-would run. This needs the compiler, `pip install 'jdp[aot]'`, but no GPU, driver or CUDA library; for TPUs
-(`tpu-v5e:4x4`) `pip install 'jdp[tpu]'`. `target("cpu:8")` is the virtual CPU devices of this process, and
-`target("cluster.toml:64x8")` GPUs that a file describes (`descriptions.py`).
-`target_of(None)` is the devices of this machine or cluster.
-
-Nothing happens on import: jax's plugins are loaded for the first target that needs one.
+`target("h100:8x8")` checks that XLA's compiler for that kind is installed (`jdp[aot]`, for TPUs `jdp[tpu]`), and
+describes the chip to it by a text proto of published numbers. It returns stand-ins for 64 devices on 8 hosts: a step
+lowered over their mesh compiles to the program that those devices would run. `target("cpu:8")` is the virtual CPU
+devices of this process, `target_of(None)` the devices of this machine or cluster. jax's plugins are loaded for the
+first target that needs them.
 """
 
 import ctypes
@@ -46,28 +42,17 @@ MOST_DEVICES = 16384
 
 @dataclass(frozen=True)
 class Target:
-    """Devices of one kind: `hosts` machines with `per_host` devices each, ordered host by host.
+    """Devices of one kind: `hosts` machines with `per_host` devices each, ordered host by host."""
 
-    Attributes:
-        kind: the name before the colon, such as "h100".
-        hosts, per_host: how many machines, and how many devices each has.
-        devices: the devices of all hosts; `devices[i].process_index` is the host of device i.
-        memory_bytes: memory of one device; None on CPU, whose virtual devices share the machine's.
-        description: jax's `device_kind`.
-        chip: the published rates; None if unknown, as on CPU.
-        config: XLA's description of a GPU; None for other devices.
-        shape: the text after the colon, such as "8x8"; empty for the devices of this machine, except CPUs.
-    """
-
-    kind: str
+    kind: str  # the name before the colon, such as "h100"
     hosts: int
     per_host: int
-    devices: tuple[Device, ...] = field(repr=False)
-    memory_bytes: int | None
-    description: str
-    chip: Chip | None = field(default=None, repr=False)
-    config: str | None = field(default=None, repr=False)
-    shape: str = ""
+    devices: tuple[Device, ...] = field(repr=False)  # `devices[i].process_index` is the host of device i
+    memory_bytes: int | None  # of one device; None on CPU, whose virtual devices share the machine's
+    description: str  # jax's `device_kind`
+    chip: Chip | None = field(default=None, repr=False)  # the published rates; None if unknown, as on CPU
+    config: str | None = field(default=None, repr=False)  # XLA's description of a GPU; None for other devices
+    shape: str = ""  # the text after the colon, such as "8x8"; empty for the devices of this machine, except CPUs
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.shape or f'{self.hosts}x{self.per_host}'}"
@@ -75,19 +60,15 @@ class Target:
     @property
     def fingerprint(self) -> str:
         """Everything about the target that affects compilation, as text."""
-        named = (self.kind, f"{self.hosts}x{self.per_host}", self.shape, self.description, self.config or "")
-        return "\n".join(named)
+        return "\n".join((self.kind, f"{self.hosts}x{self.per_host}", self.shape, self.description, self.config or ""))
 
 
 def target(name: str) -> Target:
-    """Return the devices that a name stands for.
-
-    Args:
-        name: KIND:HOSTSxPER_HOST, such as `h100:8x8` or `my/cluster.toml:8x8`; `tpu-v5e:4x4`; `cpu:8`.
+    """Return the devices of a name: `h100:8x8` (KIND:HOSTSxPER_HOST), `my/cluster.toml:8x8`, `tpu-v5e:4x4`, `cpu:8`.
 
     Raises:
-        ValueError: the name does not parse, or a cluster's file is wrong. The compiler is missing, has another version
-            than jaxlib, or did not start. This process has too few CPU devices. The message has the fix.
+        ValueError: the name or a cluster's file is wrong; the compiler is missing, has another version than jaxlib, or
+            did not start; this process has too few CPU devices. The message has the fix.
     """
     kind, shape = _parse(name)
     sizes = [int(size) for size in shape.split("x")]
@@ -103,7 +84,6 @@ def target(name: str) -> Target:
 
 
 def _parse(name: str) -> tuple[str, str]:
-    """Return the kind and the text after the last colon."""
     kind, _, shape = name.rpartition(":")
     kind = kind if kind.endswith(".toml") else kind.lower()
     size = "[1-9][0-9]{0,17}"  # Python parses at most 4300 digits
@@ -196,10 +176,9 @@ def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Dev
 
 @contextmanager
 def _unchecked_without_driver() -> Generator[None]:
-    """Without an NVIDIA driver, keep the CUDA plugin from looking for cuDNN and devices before it registers.
+    """Without an NVIDIA driver, keep the CUDA plugin from looking for cuDNN and devices, which fails here.
 
-    With JAX_PLATFORMS=cpu it does not look; otherwise it fails on a machine that can only compile. With a driver its
-    checks stay on: they protect real runs.
+    With JAX_PLATFORMS=cpu it does not look. With a driver its checks stay on: they protect real runs.
     """
     switch = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     if switch in os.environ or _has_driver():
@@ -231,10 +210,8 @@ def _tpu_target(name: str, kind: str, shape: str) -> Target:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise UserError(f"target {name!r}: libtpu did not accept it: {error}") from error
     devices = tuple(sorted(described.devices, key=lambda device: (device.process_index, device.id)))
-    hosts, chip = len({device.process_index for device in devices}), TPUS[kind]
-    return Target(
-        kind, hosts, len(devices) // hosts, devices, chip.memory_bytes, devices[0].device_kind, chip, shape=shape
-    )
+    hosts, chip, named = len({device.process_index for device in devices}), TPUS[kind], devices[0].device_kind
+    return Target(kind, hosts, len(devices) // hosts, devices, chip.memory_bytes, named, chip, shape=shape)
 
 
 def check_target(named: object) -> None:
@@ -244,10 +221,7 @@ def check_target(named: object) -> None:
 
 
 def target_of(named: str | Target | None, state: PyTree = None) -> Target:
-    """Return the named target; else the devices of `state`; else all devices of this cluster.
-
-    A GPU in `base.chips` has that chip's published rates; of any other GPU only the memory is known.
-    """
+    """Return the named target; else the devices of `state`; else all devices of this cluster."""
     if named is not None:
         return target(named) if isinstance(named, str) else named
     mesh = mesh_of(state)

@@ -11,7 +11,7 @@ from paths import EXPERIMENTS
 
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.attention import Attention, AttentionModel, attention_seconds
+from jdp.foresight.timing.attention import Attention, attention_seconds
 from jdp.foresight.timing.kernels import CostModel, cost, unknown_work
 from jdp.foresight.timing.matmuls import Product
 from jdp.foresight.timing.timeline import timeline
@@ -192,7 +192,7 @@ def test_fused_attention_takes_as_long_as_published():
             length = 512 * 2**i
             heads = 16384 // length * 2048 // width
             call = Attention(heads, length, length, width, width, "bf16", causal=causal, backward=backward)
-            took = attention_seconds(call, 989.4e12, 16 * 132 * 1.83e9, AttentionModel())
+            took = attention_seconds(call, 989.4e12, 16 * 132 * 1.83e9)
             took += call.pass_bytes / (0.9 * 3.35e12)
             ratios.append(call.flops / took / (1e12 * published))
     assert max(ratios) < 1.2

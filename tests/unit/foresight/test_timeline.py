@@ -11,7 +11,7 @@ import pytest
 
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.operations import collective_seconds
+from jdp.foresight.timing.operations import collective_cost
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, timeline
 
 pytestmark = pytest.mark.aot
@@ -35,7 +35,7 @@ def copy_seconds(elements):
 
 @functools.cache
 def gather_seconds(shard=SHARD):
-    return collective_seconds("all-gather", 4 * 8 * shard, EVERYONE, h100())
+    return collective_cost("all-gather", 4 * 8 * shard, EVERYONE, h100()).seconds
 
 
 # Texts from nested lists: ("compute", elements), ("start" or "sync", name, shard), ("done", name), ("loop", trips, […])
