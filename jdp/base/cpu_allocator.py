@@ -65,10 +65,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def _advise_huge_pages(library: ctypes.CDLL, size: int) -> None:
-    """Have the next `size` bytes of the heap use huge pages; the settings above keep them on the heap.
-
-    The block is freed unwritten, so it costs only addresses. Without huge pages, or enough addresses, nothing changes.
-    """
+    """Have the next `size` bytes of the heap use huge pages: a block that is freed unwritten costs only addresses."""
     block = library.malloc(size) if size > _HUGE_PAGE else None
     if block is None:
         return

@@ -90,10 +90,7 @@ def starts_cpus_alone() -> bool:
 
 
 def cpu_only(environment: Mapping[str, str]) -> bool:
-    """Return True if a CUDA plugin is installed without a device for it, and no other accelerator is likely.
-
-    False if the environment sets JAX_PLATFORMS.
-    """
+    """Return True if a CUDA plugin has no device and no other accelerator is likely, unless JAX_PLATFORMS is set."""
     if "JAX_PLATFORMS" in environment or "TPU_LIBRARY_PATH" in environment or has_nvidia():
         return False
     return any(map(find_spec, _CUDA_PLUGINS)) and not any(map(find_spec, _OTHER_PLUGINS))
@@ -107,8 +104,7 @@ def has_nvidia() -> bool:
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """Return the NVIDIA GPUs that a process with this environment would use, as CUDA_VISIBLE_DEVICES names them.
 
-    Empty if JAX has no CUDA plugin, or JAX_PLATFORMS excludes GPUs. In a container CUDA numbers its GPUs from 0,
-    independent of the device files' numbers.
+    Empty if JAX has no CUDA plugin, or JAX_PLATFORMS excludes GPUs. In a container CUDA numbers GPUs from 0.
     """
     platforms = environment.get("JAX_PLATFORMS") or "cuda"
     if not {"cuda", "gpu"} & set(platforms.split(",")) or not any(map(find_spec, _CUDA_PLUGINS)):
@@ -132,11 +128,7 @@ def available_memory() -> int | None:
 
 
 def _group_memory() -> list[tuple[int, int]]:
-    """Return memory limit and use of this process' control group and each group above it (cgroups v1 and v2).
-
-    A batch system or systemd puts a job several groups deep, and each may have a limit; in a container the topmost
-    visible group is the container's.
-    """
+    """Return memory limit and use of this process' control group and of each group above it (cgroups v1 and v2)."""
     folders: dict[Path, None] = {}
     for number, controllers, path in (line.split(":", 2) for line in _text("/proc/self/cgroup").splitlines()):
         if number == "0" or "memory" in controllers.split(","):

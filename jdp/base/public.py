@@ -55,10 +55,7 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
 
 
 def shortened(first: TracebackType | None, at_end: bool) -> TracebackType | None:
-    """Reduce each row of jdp's frames that leads to a frame of the user to its first frame.
-
-    With `at_end`, drop jdp's frames at the end too.
-    """
+    """Reduce each row of jdp's frames that leads to a frame of the user to its first; drop those `at_end`."""
     row: list[TracebackType] = []  # since the user's last frame: jdp's first, then those of libraries that it calls
     frame = first
     while frame is not None:

@@ -1,7 +1,5 @@
 """The report of a plan: an `Estimate` for each candidate, the choice among them, and the reasons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 and estimates each. `jdp plan` takes the same steps with the step of an experiment.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -59,10 +57,8 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
         step: a training step (`jdp.make_train_step`); its own strategy is only one of the candidates. Or any jitted
             function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`), compiled unchanged.
         arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). A jdp step
-            takes the state and the global batch, and optionally the target. Rows of a batch that do not divide over
-            the target's devices are rounded up, and a note reports it.
-        target: the devices to compile for, such as "h100:8x8" (`jdp.foresight.targets`); this machine need not have
-            them. None: the devices of the arguments.
+            takes the state and the global batch, and optionally the target. Rows that do not divide are rounded up.
+        target: the devices to compile for, such as "h100:8x8", on this machine or not; None: those of the arguments.
         cache: reuse compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp). False: compile again, to measure the
             time of compilation.
         other: for a jdp step. `strategies`: the strategies to try. `accumulate`: the microbatches a step to try; None:

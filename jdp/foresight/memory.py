@@ -2,11 +2,9 @@
 
 XLA's allocations are arguments + results − results written into donated arguments + temporaries + code. Arguments are
 told apart by name; temporaries (gradients, the working copy of the weights, activations) are XLA's total. The workspace
-of cuDNN's attention is left out, because a program compiled without a GPU has it empty (`u8[0]`): in 74 programs it
+of cuDNN's attention is left out, because a program compiled without a GPU has it empty (`u8[0]`). In 74 programs it
 would raise the peak of five, by at most 43 MiB (1.3 % of their temporaries).
 """
-
-from __future__ import annotations
 
 import math
 import re

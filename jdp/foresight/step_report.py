@@ -3,8 +3,6 @@
 The parameters of a jdp step are known, so its report (`verify.Report`) compares more. The code below prints both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any

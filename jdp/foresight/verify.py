@@ -54,15 +54,14 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
         >>> print(report.verdict)
         Not judged, as XLA:CPU sends what XLA:GPU does not: a device sends ...
 
-    Nothing runs, and no accelerator is needed. A jdp step on CPU devices is counted, not judged: `kept` is None.
-    Any jitted step works: `jdp.verify(jitted, model, optimizer, x, y, target="h100:8x8", against="zero3",
-    params="model")`.
+    Nothing runs, and no accelerator is needed. A jdp step on CPU devices is counted, not judged: `kept` is None. Any
+    jitted step works: `jdp.verify(jitted, model, x, y, target="h100:8x8", against="zero3", params="model")`.
 
     Args:
         step: a training step (`jdp.make_train_step`), or any jitted function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`).
         arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). A jdp step
             takes the state and the global batch, and optionally the target. For any other step, all arguments are on
-            one mesh, or the function was jitted with shardings: the target's mesh keeps each `PartitionSpec`.
+            one mesh, or the function was jitted with shardings.
         target: the devices to compile for, such as "h100:8x8"; this machine need not have them. None: the devices of
             the arguments.
         cache: reuse compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp). False: compile again, to measure the
@@ -127,11 +126,7 @@ def report(
     notes: Sequence[str] = (),
     judge: bool = True,
 ) -> Report:
-    """Compare a compiled step with its strategy's contract; the report begins with `notes`.
-
-    A target's name alone gives no simulated time. Without `judge` there is no verdict: XLA:CPU sends other bytes than
-    XLA:GPU.
-    """
+    """Compare a compiled step with its contract; without `judge` (XLA:CPU sends other bytes) there is no verdict."""
     mesh, offloads, donated = step.plan.mesh, step.plan.offload is not None, donated_state(compiled.program)
     parameters = Parameters.of(step.plan, state)
     reading = Reading(compiled, mesh, batch_axes(mesh), parameters, donated, offloads, step.settings.accumulate)

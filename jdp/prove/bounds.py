@@ -2,28 +2,22 @@
 
 A run on other devices, or in microbatches, adds the same terms in another order. That leaves a relative error of about
 √n · u in a sum of n terms (u the unit roundoff; Higham and Mary 2019, doi:10.1137/18M1226312). Its effect depends on
-the training. Adam divides a gradient by its own size, so an element whose terms cancel may change sign; deep models and
-many steps amplify errors. No closed form covers this, so the bound is measured. *Shadows* are reference runs whose
-weights w (before the loss) and gradients g (before clipping) are changed at every step by
+the training: Adam divides a gradient by its own size, and deep models and many steps amplify errors. So the bound is
+measured. *Shadows* are reference runs whose weights w and gradients g (before clipping) are changed at every step by
 
     ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`)
 
-This is several times the error of correct runs. Over all elements of a small GPT, a gradient's error was at most 3 u
-in bf16 and 13 u in fp32 (n = 1024) of that size. The noise must be larger, because the shadows have to change every
-sign that a run may change. The signs of the noise are random by element and constant over the steps, and shadows come
-in pairs of opposite signs. So an element's deviation is its sensitivity times a known error, not a random number that
-happens to be small. If the error changes a sign, one shadow of the pair shows it.
-
-Let `widest[i]` be the largest deviation of element i from the reference, over all shadows and the steps so far. Two
-runs are equal at a step if for every element
+This is several times the error of correct runs, because shadows have to change every sign that a run may change. The
+error of a small GPT's gradients was at most 3 u of that size in bf16, and 13 u in fp32 (n = 1024). The signs of the
+noise are random by element and constant over the steps, and shadows come in pairs of opposite signs: if the error
+changes a sign, one of the pair shows it. Let `widest[i]` be the largest deviation of element i from the reference, over all shadows and the
+steps so far. Two runs are equal at a step if for every element
 
     |difference[i]|  ≤  MARGIN · (widest[i] + mean of widest over the leaf) + ULPS · eps · |reference[i]|
 
 Here eps is the spacing of the leaf's dtype at 1. Loss, weight and gradient norm are sums in fp32: their bounds have the
 fp32 value of a in place of ULPS · eps. Integers and keys must be equal; two NaN count as equal.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping

@@ -1,11 +1,9 @@
 """Equivalence with one device: tests that a training learns the same on many devices, under every strategy.
 
-`reference.py` is the training as a plain loop on one device, `bounds.py` measures how far rounding alone moves each
-element of it, `runs.py` makes the runs and compares them, `proof.py` reports. Model, batches, dtypes and optimizer are
+`reference.py` is the training as a plain loop on one device, and `bounds.py` measures how far rounding alone moves its
+elements. `runs.py` makes the runs and compares them, and `proof.py` reports. Model, batches, dtypes and optimizer are
 the user's own, in full size. `guard/memory_check.py` refuses a proof that does not fit into memory.
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ also detects a fault that all strategies share. A step whose gradient is not fin
 with `Noise` makes the shadows, which measure rounding (`jdp.prove.bounds`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

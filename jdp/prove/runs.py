@@ -4,8 +4,6 @@ Every strategy runs on one device and on all of them, with one microbatch a step
 saved in the middle and resumed under another setting.
 """
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,10 +146,7 @@ class Trials(NamedTuple):
             yield from self._steps(step, [state], range(saved_at + 1, last + 1), position=restored["done"])
 
     def _steps(self, step: Step, holder: list[TrainState], numbers: range, position: int) -> Iterator[Closest]:
-        """Run and compare steps with the batches from `position` on.
-
-        `holder` is a list with one state, replaced after each step: no other reference keeps its memory.
-        """
+        """Run and compare steps; `holder`, a list with one state, keeps no other reference to its memory."""
         loader = (self.reference.batches(index) for index in range(position, len(self.record.values) - 1))
         with shard_batches(loader, step.plan, prefetch=1) as feed:
             for number in numbers:

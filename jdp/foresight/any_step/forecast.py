@@ -5,8 +5,6 @@ bytes of parameters, in their own dtype. On N devices that share the batch, ddp,
 bytes, and zero3 at most 3(N-1)/N · B.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

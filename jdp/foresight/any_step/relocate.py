@@ -6,8 +6,6 @@ device's shapes, so its sizes must stay, unless it takes the context's mesh or b
 new mesh cannot split a batch's rows, they are rounded up and the function is traced again.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -113,11 +111,7 @@ def moved_sizes(
 
 
 def _batch(traced: Traced) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return (the numbers of the arguments that are a batch, the axes that shard its rows).
-
-    All sharded arrays of a batch have the same number of rows and are sharded by rows. Unlike weights, not all of them
-    come back as a result of the same shape.
-    """
+    """Return the numbers of the arguments that are a batch (not all of it comes back), and the axes of its rows."""
     results = {(variable.aval.shape, variable.aval.dtype) for variable in traced.closed.jaxpr.outvars}
     groups: defaultdict[int, list[Argument]] = defaultdict(list)
     for each in traced.arguments:

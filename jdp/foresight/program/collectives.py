@@ -1,6 +1,6 @@
 """The collectives of a compiled program, each counted as often as it runs.
 
-`collectives(compiled.as_text())` walks the call graph from the entry: a loop multiplies its body by its trip count, a
+`collectives(compiled.as_text())` walks the call graph from the entry. A loop multiplies its body by its trip count, a
 conditional counts the branch that sends most, an asynchronous pair counts once, at its start. It reads the forms that
 XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. Other transfers (`send`, `recv`, custom calls) are not counted.
 """
@@ -193,8 +193,8 @@ def _expanded(notation: str, devices: int) -> tuple[tuple[int, ...], ...]:
 def _mesh_groups(notation: str) -> np.ndarray:
     """Return the [groups, size] ids of `mesh['a'=2,'b'=4] {'b'}`: a group differs along the named axes only.
 
-    A name may be a part of an axis: `'b':(2)2` of size 4 splits it into 2 x 2 and takes the second factor. Devices may
-    be in another order than 0, 1, …: `, device_ids=([2,4]T(1,0))` (openxla/xla, xla/hlo/ir/mesh_and_axis.cc).
+    `'b':(2)2` of size 4 splits the axis into 2 x 2 and takes the second factor; `, device_ids=([2,4]T(1,0))` is an
+    order of devices (openxla/xla, xla/hlo/ir/mesh_and_axis.cc).
     """
     mesh, _, named = notation.rpartition(" {")
     axes, _, order = mesh.partition("]")

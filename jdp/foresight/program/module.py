@@ -5,8 +5,6 @@ computations, operands, bytes) are read from a line on demand. It reads the form
 0.10 to 0.12.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

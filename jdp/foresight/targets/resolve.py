@@ -42,17 +42,28 @@ MOST_DEVICES = 16384
 
 @dataclass(frozen=True)
 class Target:
-    """Devices of one kind: `hosts` machines with `per_host` devices each, ordered host by host."""
+    """Devices of one kind: `hosts` machines with `per_host` devices each, ordered host by host.
 
-    kind: str  # the name before the colon, such as "h100"
+    Attributes:
+        kind: the name before the colon, such as "h100".
+        hosts, per_host: how many machines, and how many devices each has.
+        devices: the devices of all hosts; `devices[i].process_index` is the host of device i.
+        memory_bytes: memory of one device; None on CPU, whose virtual devices share the machine's.
+        description: jax's `device_kind`.
+        chip: the published rates; None if unknown, as on CPU.
+        config: XLA's description of a GPU; None for other devices.
+        shape: the text after the colon, such as "8x8"; empty for the devices of this machine, except CPUs.
+    """
+
+    kind: str
     hosts: int
     per_host: int
-    devices: tuple[Device, ...] = field(repr=False)  # `devices[i].process_index` is the host of device i
-    memory_bytes: int | None  # of one device; None on CPU, whose virtual devices share the machine's
-    description: str  # jax's `device_kind`
-    chip: Chip | None = field(default=None, repr=False)  # the published rates; None if unknown, as on CPU
-    config: str | None = field(default=None, repr=False)  # XLA's description of a GPU; None for other devices
-    shape: str = ""  # the text after the colon, such as "8x8"; empty for the devices of this machine, except CPUs
+    devices: tuple[Device, ...] = field(repr=False)
+    memory_bytes: int | None
+    description: str
+    chip: Chip | None = field(default=None, repr=False)
+    config: str | None = field(default=None, repr=False)
+    shape: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.shape or f'{self.hosts}x{self.per_host}'}"
@@ -64,11 +75,14 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """Return the devices of a name: `h100:8x8` (KIND:HOSTSxPER_HOST), `my/cluster.toml:8x8`, `tpu-v5e:4x4`, `cpu:8`.
+    """Return the devices that a name stands for.
+
+    Args:
+        name: KIND:HOSTSxPER_HOST, such as `h100:8x8` or `my/cluster.toml:8x8`; `tpu-v5e:4x4`; `cpu:8`.
 
     Raises:
-        ValueError: the name or a cluster's file is wrong; the compiler is missing, has another version than jaxlib, or
-            did not start; this process has too few CPU devices. The message has the fix.
+        ValueError: the name does not parse, or a cluster's file is wrong. The compiler is missing, has another version
+            than jaxlib, or did not start. This process has too few CPU devices. The message has the fix.
     """
     kind, shape = _parse(name)
     sizes = [int(size) for size in shape.split("x")]

@@ -1,14 +1,11 @@
 """Fused attention: the calls to cuDNN in a compiled program, their FLOPs and their time.
 
 Per score (a query and a key that it sees) and element of a head, the forward pass multiplies and adds twice: q·k, p·v.
-The backward pass does so five times: the scores again, and the gradients of p, v, q and k. That is
-4 or 10 x batch x heads x queries x keys x width FLOPs, half under a causal mask (Dao 2023, arXiv:2307.08691, 4.1).
-
-`attention_seconds` adds the exponential of each score to the products. An H100 computes 16 a clock and core, so at
-width 128 they take half as long as the products, and kernels hide little of that (Shah et al. 2024, FlashAttention-3,
-arXiv:2407.08608, section 3.1). The rest is fitted (constants below). Compared with the rates of cuDNN 9 in figures 5
-and 6 of that paper (30 rates of an H100 at width 64 and 128), the times are within 19 %, 6 % in the median. Width 256
-is up to 20 % too fast. Two calls measured on an H100 are within 6 %.
+The backward pass does so five times: the scores again, and the gradients of p, v, q and k (Dao 2023, arXiv:2307.08691,
+4.1). Exponentials are added: at width 128 they take half as long as the products, and kernels hide little of that
+(Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, 3.1). Compared with 30 rates of cuDNN 9 on an H100 (figures 5 and
+6 of that paper), times are within 19 %, 6 % in the median. Width 256 is up to 20 % too fast. Two measured calls are
+within 6 %.
 """
 
 import re

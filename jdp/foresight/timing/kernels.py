@@ -103,7 +103,7 @@ def _matmul_rate(dtype: str, chip: Chip) -> float:
 def utilisation(product: Product, cores: int, model: CostModel) -> float:
     """Return the share of the cores' work that contributes to the result, at the best split of the contraction.
 
-    1 if tiles fill the cores evenly. As XLA's CalculateComputeTimeWithTileAndWaveQuantization, plus splits.
+    As XLA's CalculateComputeTimeWithTileAndWaveQuantization, plus splits.
     """
     tiles, padded = product.batch, 1
     for size in (product.m, product.n):

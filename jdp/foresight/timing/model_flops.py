@@ -6,8 +6,6 @@ Recomputation does not count. MFU = FLOPs of a step / (seconds × devices × pea
 (PaLM, arXiv:2204.02311), appendix B.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

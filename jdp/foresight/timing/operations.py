@@ -5,8 +5,6 @@ rates, `collective_cost` a group of GPUs by NCCL's model (`base/link_times.py`);
 schedule's `caveats` list the gaps of the text and of the model.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterator

@@ -1,13 +1,11 @@
 """The schedule of a compiled step, simulated on three lanes: when it computes and when it waits.
 
-`timeline` walks the entry's timed operations (`operations.py`) in the order of launch: a kernel advances the compute
-lane; an asynchronous start queues its collective on the communication lane, or its copy from or to host memory on the
-host's, and its done makes compute wait; a synchronous operation holds both lanes. A loop's rounds are walked until two
+`timeline` walks the entry's timed operations (`operations.py`) in the order of launch. A kernel advances the compute
+lane. An asynchronous start queues its collective on the communication lane, or its copy from or to host memory on the
+host's, and its done makes compute wait. A synchronous operation holds both lanes. A loop's rounds are walked until two
 take equally long. The model assumes that lanes do not slow each other, that the host launches in time, and that kernels
 do not share data in the cache.
 """
-
-from __future__ import annotations
 
 import re
 from collections import Counter

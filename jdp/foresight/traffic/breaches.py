@@ -1,12 +1,10 @@
 """Why a program breaks the contract: the collective, the parameter, the source line, and the fix.
 
-Each tensor of a kind of collective that exceeds its promise is compared with the promise: no parameter has its shape;
-the row does not name the kind; it runs for every microbatch but is promised once a step; or its parameters' share is
+Each tensor of a kind of collective that exceeds its promise is compared with the promise. No parameter has its shape,
+the row does not name the kind, or it runs for every microbatch but is promised once a step. Or its parameters' share is
 used up, because its elements are wider than promised or it is sent too often. Tensors with the same fault share one
 sentence (`Fault`). Traffic that belongs to no parameter (`strays`) is reported even if the contract is kept.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

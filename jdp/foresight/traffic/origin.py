@@ -215,8 +215,8 @@ class Parameters:
     def like(self, dims: tuple[int, ...]) -> tuple[Placement, ...]:
         """Return the parameters with these dimensions, in any order and without dimensions of 1: XLA chooses layouts.
 
-        The order of preference: the working copy or the shard; one layer of either; the global array; all shards, or
-        those of one layer, along a dimension of their own, as CPUs gather them; a matrix, for steps of others.
+        The order of preference: the working copy or the shard; one layer of either; the global array. Then all shards,
+        or those of one layer, along a dimension of their own, as CPUs gather them. Last, a matrix, for others' steps.
         """
         key = _key(dims)
         return next((tuple(table[key]) for table in self._tables if key and key in table), ())

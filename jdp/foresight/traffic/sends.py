@@ -3,8 +3,6 @@
 Under zero3 also the gathers of each parameter in the step's trace, by layer or at the top.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

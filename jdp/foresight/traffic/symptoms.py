@@ -1,7 +1,7 @@
 """Signs that a compiled step does something unintended, a sentence each, with a source line if the program has it.
 
-A tensor is copied whole to every device because XLA could not go from one sharding to another; keys or random bits
-travel between devices; the step waits for the host; or a donated leaf is not updated in place, so it is held twice.
+A tensor is copied whole to every device because XLA could not go from one sharding to another. Keys or random bits
+travel between devices. The step waits for the host. A donated leaf is not updated in place, so it is held twice.
 """
 
 import math
@@ -59,10 +59,7 @@ def _resharded(compiled: Compiled, parameters: Parameters) -> Iterator[str]:
 
 
 def _global_dims(local: tuple[int, ...], sharding: str) -> tuple[int, ...]:
-    """Return a shard's dimensions times the tiles of its sharding.
-
-    jax 0.10 prints `{devices=[4,1,2]<=[8] …}`, jax 0.12 `{mesh['data'=4,'model'=2], [{'data'}, {}]}`.
-    """
+    """Return a shard's dimensions times the tiles of its sharding, printed as by jax 0.10 (`devices=`) or 0.12."""
     if tiles := _TILES.search(sharding):
         counts = [int(tile) for tile in tiles[1].split(",")]
     elif mesh := _MESH.search(sharding):

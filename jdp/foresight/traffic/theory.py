@@ -23,8 +23,6 @@ Encoded gradients (`wire`) have rows of their own, with b bytes of codes and sca
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,10 +157,7 @@ def theory(
     metrics: tuple[tuple[int, ...], ...] = (),
     exchanged: Mapping[tuple[str, int], int] | None = None,
 ) -> Theory:
-    """Return the row of the contract (the table above) that a training step promises.
-
-    Ψ of the reductions counts trained parameters. `exchanged` is an update's traffic by `jdp.muon`.
-    """
+    """Return the row of the contract that a training step promises; `exchanged`: an update's traffic by `jdp.muon`."""
     sizes, r = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
     leaves = [(math.prod(leaf.shape) // shards(leaf.compute, sizes), leaf) for leaf in placements]
