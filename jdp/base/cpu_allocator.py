@@ -1,10 +1,9 @@
 """Keep the memory that a CPU computes in, on huge pages, instead of asking the kernel for it in every step.
 
-XLA:CPU allocates the buffers of a step when it starts and frees them when it ends. glibc's `malloc` maps large buffers
-from the kernel and returns them, so each step touches fresh pages, which the kernel fills with zeros. That takes a
-quarter of the processor time of a small model's step (`experiments/benchmarks/peers.py`). The settings below keep
-freed memory on one heap of the process, in pages of 2 MiB if the kernel has them. The price: the process stays at its
-peak memory, and all its threads allocate from one arena.
+XLA:CPU allocates the buffers of a step when it starts. glibc's `malloc` maps large ones from the kernel, which fills
+fresh pages with zeros: a quarter of the processor time of a small model's step (`experiments/benchmarks/peers.py`). The
+settings below keep freed memory on one heap, in pages of 2 MiB if the kernel has them. The price: the process stays at
+its peak memory, and all its threads allocate from one arena.
 """
 
 import ctypes

@@ -14,9 +14,8 @@ same time over each device's network card. Sources: NVIDIA/nccl 2.28, src/graph/
 `ncclTopoGetAlgoTime`), every number below; NVIDIA/nccl-tests, doc/PERFORMANCE.md, for wire bytes.
 
 Reduction in the switches (NVLS, SHARP) is not modelled: an all-reduce inside a host of Hopper or later is up to 1.3
-times faster with it (NVIDIA/nccl-tests 212). Nor are the PAT algorithm, XLA's own small all-reduce kernels, limits
-per channel, and the wait for the last device. A tree's smaller traffic between two hosts, and groups or jobs that share
-a card or a switch, do not count. NCCL has no model for direct sends: they are timed with a ring's first hop.
+times faster with it (NVIDIA/nccl-tests 212). Nor are PAT, XLA's own small all-reduce kernels, the wait for the last
+device, and a card or switch that groups share. NCCL has no model for direct sends: they take a ring's first hop.
 """
 
 import math

@@ -34,9 +34,8 @@ DEFAULT_FRACTION = 0.75
 (https://docs.jax.dev/en/latest/201/gpu-memory.html)."""
 
 RESERVED_BYTES = 2 * 2**30
-"""Assumed use of each GPU outside jax's pool: the CUDA context (0.1 to 0.6 GiB: ggml-org/llama.cpp pull
-requests 20595 and 23604) and NCCL's buffers (0.5 to 1.6 GiB, more with more communicators: NVIDIA/nccl issues 964, 864;
-context and NCCL on 8 H100s 1.06 GB: issue 1685)."""
+"""Assumed use of each GPU outside jax's pool: the CUDA context (0.1 to 0.6 GiB: ggml-org/llama.cpp 20595 and 23604) and
+NCCL's buffers (0.5 to 1.6 GiB: NVIDIA/nccl 964, 864; both on 8 H100s 1.06 GB: 1685)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes that XLA allocates."""
         return sum(self.by_class().values())
 
     def by_class(self) -> dict[str, int]:
@@ -181,7 +179,6 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """The sum."""
         return self.copies + self.staging + self.offloaded
 
     @property

@@ -55,12 +55,10 @@ class StepReport:
 
     @property
     def sends(self) -> str:
-        """The clause that all verdicts share."""
         return f"a device sends {format_bytes(self.wire_bytes_per_device)} a step"
 
     @property
     def schedule(self) -> list[str]:
-        """A sentence on the time of a step, if it is simulated."""
         time = self.timeline
         if time is None:
             return []

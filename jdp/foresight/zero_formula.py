@@ -26,7 +26,6 @@ class ZeroRow:
 
     @property
     def total(self) -> int:
-        """Bytes of all model state."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -41,19 +40,16 @@ class JdpRow:
 
     @property
     def at_rest(self) -> int:
-        """Bytes between steps."""
         return self.master + self.moments
 
     @property
     def total(self) -> int:
-        """Bytes of all model state within a step."""
         return self.at_rest + self.gradients + self.working
 
 
 def zero_bytes(
     parameters: int, devices: int, name: str, *, params: int = 2, grads: int = 2, optimizer: int = 12
 ) -> ZeroRow:
-    """Return the bytes of model state on each device, counted as in the paper."""
     stage = list(STRATEGIES).index(strategy(name).name)
     sizes = ((params, 3), (grads, 2), (optimizer, 1))  # bytes a parameter, and the first stage that shares them
     return ZeroRow(*(_share(size, parameters, devices, stage >= first) for size, first in sizes))

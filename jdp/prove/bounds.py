@@ -10,8 +10,8 @@ measured. *Shadows* are reference runs whose weights w and gradients g (before c
 This is several times the error of correct runs, because shadows have to change every sign that a run may change. The
 error of a small GPT's gradients was at most 3 u of that size in bf16, and 13 u in fp32 (n = 1024). The signs of the
 noise are random by element and constant over the steps, and shadows come in pairs of opposite signs: if the error
-changes a sign, one of the pair shows it. Let `widest[i]` be the largest deviation of element i from the reference, over all shadows and the
-steps so far. Two runs are equal at a step if for every element
+changes a sign, one of the pair shows it. Let `widest[i]` be the largest deviation of element i from the reference, over
+all shadows and the steps so far. Two runs are equal at a step if for every element
 
     |difference[i]|  ≤  MARGIN · (widest[i] + mean of widest over the leaf) + ULPS · eps · |reference[i]|
 
@@ -86,17 +86,14 @@ class Record:
     widest: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])
 
     def add(self, values: dict[str, Array]) -> None:
-        """Append a snapshot of the reference after one more step."""
         self.values.append(values)
         self.widest.append({name: np.zeros(x.shape, np.float32) for name, x in values.items() if _is_float(x)})
 
     def widen(self, step: int, shadow: Mapping[str, Array]) -> None:
-        """Widen the deviations by those of a shadow after `step` steps."""
         for name, widest in self.widest[step].items():
             np.maximum(widest, _difference(shadow[name], self.values[step][name]), out=widest)
 
     def close(self) -> None:
-        """Replace deviations by bounds, in place, once all shadows have run."""
         so_far: dict[str, Array] = {}
         for values, widest in zip(self.values, self.widest, strict=True):
             for name, deviation in widest.items():

@@ -61,7 +61,6 @@ class Reference:
     quick: bool = False  # LLVM's optimisations are off
 
     def plan(self, strategy: StrategyName, devices: int) -> Plan:
-        """Return the plan on the first devices; `data` takes those that the other axes leave."""
         plan = self.step.plan
         sizes = {name: 1 if devices == 1 else -1 if name == DATA else size for name, size in plan.mesh.shape.items()}
         return replace(plan, mesh=make_mesh(devices=[*plan.mesh.devices.flat][:devices], **sizes), strategy=strategy)
@@ -72,7 +71,6 @@ class Reference:
         return self.step.changed(plan=plan, accumulate=accumulate, check_loss=False, compiler=compiler)
 
     def initial(self, rng: jax.Array) -> TrainState:
-        """Return the state before the first step."""
         model, specs = flax_nnx.built(self.init, jax.random.fold_in(rng, 0))
         params, model_state, adapter = flax_nnx.split(model)
         static = Static(self.tx, adapter, specs, resolve(params, adapter, self.wrt))
@@ -118,10 +116,9 @@ class Reference:
 def _with_noise(tree: PyTree, noise: Noise, *, of_sums: bool = False) -> PyTree:
     """Add ± amplitude · |x| to each element x, or with `of_sums` ± amplitude · (|x| + size of its terms).
 
-    A gradient is a sum whose terms cancel: its error is relative to the terms, not to their sum. Their size is the root
-    mean square of the row (one token or one input) or of the leaf, whichever is larger. A fraction of the root mean
-    square over all leaves is added for a leaf that cancels as a whole: the bias of the attention's keys, which does
-    not change the softmax. An exact zero has no terms (the row of a token that did not occur) and stays zero.
+    The error of a gradient is relative to the terms of its sum. Their size is the root mean square of the row (one
+    token or one input) or of the leaf. A fraction of that over all leaves is added for a leaf that cancels as a whole,
+    as the bias of attention's keys. An exact zero has no terms (the row of a token that did not occur).
     """
     (seed, amplitude), (leaves, treedef) = noise, jax.tree.flatten(tree)
     floats = [leaf.astype(jnp.float32) for leaf in leaves]

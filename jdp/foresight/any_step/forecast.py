@@ -114,7 +114,6 @@ def _reading(compiled: Compiled, moved: Relocated, parameters: Iterable[Argument
 
 
 def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
-    """Yield arguments that could be donated: a result has the same shape."""
     if any(each.donated for each in moved.traced.arguments):
         return
     results = Counter((v.aval.shape, v.aval.dtype) for v in moved.traced.closed.jaxpr.outvars)
@@ -141,7 +140,6 @@ class Bound(NamedTuple):
 
 
 def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Relocated) -> Bound:
-    """Return the bytes that a device may send."""
     if not isinstance(against, str):
         if isinstance(against, bool) or not math.isfinite(against) or against < 0:
             raise UserError(

@@ -89,7 +89,6 @@ def _moving(sizes: Mapping[str, int], batch_axes: Sequence[str]) -> str:
 def moved_sizes(
     sizes: Mapping[str, int], batch_axes: Sequence[str], target: Target, wanted: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return the sizes of the same axes on a target."""
     wanted = wanted or {_moving(sizes, batch_axes): -1}
     if unknown := [axis for axis in wanted if axis not in sizes]:
         raise UserError(
@@ -208,7 +207,6 @@ class Exchange:
         )
 
     def argument(self, argument: Argument) -> Argument:
-        """Return an argument on the new mesh, also from an abstract mesh."""
         return replace(argument, sharding=self._concrete(argument.sharding))
 
     def _concrete(self, sharding: NamedSharding | None) -> NamedSharding | None:
@@ -300,7 +298,6 @@ class Exchange:
 
 
 def _line(equation: Any) -> str:
-    """Return " at file:line" in the user's code; empty if jax has not recorded it."""
     traceback = equation.source_info.traceback
     frames = [] if traceback is None else [f"{each.file_name}:{each.line_num}" for each in traceback.frames]
     line = users_line(frames)

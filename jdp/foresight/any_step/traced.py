@@ -88,7 +88,6 @@ class Arguments:
 
 
 def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
-    """Return a name for each positional argument: the function's own, else its number."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -121,7 +120,6 @@ class Traced:
     options: Mapping[str, Any]  # the function's compiler options
 
     def lower(self) -> jax.stages.Lowered:
-        """Lower the program for its mesh, and keep unused arguments."""
         function: Any = core.jaxpr_as_fun(self.closed)
         donated = tuple(number for number, each in enumerate(self.arguments) if each.donated)
         jitted = jax.jit(
@@ -135,8 +133,6 @@ class Traced:
 
 
 def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
-    """Trace a jitted function."""
-
     def arrays_of(*arrays: Any) -> list[Any]:  # jax.make_jaxpr takes only arrays as results
         return [leaf for leaf in jax.tree.leaves(function(*arguments.rebuild(arrays))) if isinstance(leaf, jax.Array)]
 
@@ -183,7 +179,6 @@ def _options_taken() -> Generator[list[tuple[str, Any]]]:
 
 
 def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding | None] = ()) -> Mesh | AbstractMesh:
-    """Return the mesh of all shardings."""
     named = [(each.sharding, each.path) for each in arguments] + [(each, "a result") for each in out_shardings]
     meshes = [(sharding.mesh, path) for sharding, path in named if sharding is not None]
     if not meshes:

@@ -42,7 +42,6 @@ class Collective:
 
     @property
     def source(self) -> str | None:
-        """The innermost of `source_lines`."""
         return self.source_lines[0] if self.source_lines else None
 
     @property
@@ -88,7 +87,6 @@ def collectives(text: str | Program) -> list[Collective]:
 
 
 def total_wire_bytes(counted: Iterable[Collective]) -> float:
-    """Return the bytes that each device sends a step."""
     return sum((c.wire_bytes for c in counted), 0.0)
 
 

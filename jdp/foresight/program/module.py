@@ -56,12 +56,10 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """The opcode without "-start" or "-done"."""
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     @property
     def is_start(self) -> bool:
-        """Whether it begins an asynchronous operation."""
         return self.opcode.endswith("-start")
 
     @property
@@ -93,7 +91,6 @@ class Instruction:
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of all arrays in the result, on one device."""
         return sum(array_bytes(dtype, dims) for dtype, dims in self.shapes)
 
 
@@ -125,7 +122,6 @@ class Program:
         return (f"{place[1]}:{place[2]}",) if place else ()
 
     def source_line(self, step: Instruction) -> str | None:
-        """Return the innermost of `source_lines`."""
         return next(iter(self.source_lines(step)), None)
 
     @cached_property
@@ -199,7 +195,6 @@ _COMMENT = re.compile(r"^\s*(?:/\*.*?\*/)?\s*")  # XLA numbers the elements of l
 
 
 def ints(text: str) -> tuple[int, ...]:
-    """Return the whole numbers in a text."""
     return tuple(int(number) for number in re.findall(r"\d+", text))
 
 

@@ -32,7 +32,6 @@ from jdp.foresight.targets.resolve import target as named
 
 
 def candidate_name(strategy: str, accumulate: int) -> str:
-    """Return "zero1", or "zero3 K=4"."""
     return f"{strategy}{f' K={accumulate}' * (accumulate > 1)}"
 
 
@@ -48,7 +47,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Strategy and microbatches: `candidate_name`."""
         return candidate_name(self.step.plan.strategy, self.step.settings.accumulate)
 
     def lower(self) -> jax.stages.Lowered:
@@ -109,7 +107,6 @@ def abstract_on(
     *,
     microbatches: int | None = None,
 ) -> Candidate:
-    """Put a step, a state and a batch on a target's devices, as abstract values."""
     target = named(target) if isinstance(target, str) else target
     plan = step.plan.on(_mesh(step, state, target))
     rows, notes = batch_rows(batch), tuple[str, ...]()
@@ -136,7 +133,6 @@ def cudnn_of(target: Target) -> int | None:
 
 
 def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
-    """Return the number of rows rounded up to a multiple of the unit, and a note if it changes."""
     raised = unit.round_up(rows)
     if raised == rows:
         return rows, ()

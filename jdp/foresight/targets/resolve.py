@@ -155,7 +155,6 @@ def _check_compiler(name: str) -> None:
 
 
 def _has_toolkit() -> bool:
-    """Return True if XLA finds ptxas and libdevice.10.bc: in Python packages, or in a CUDA toolkit."""
     packages = [("nvidia-cuda-nvcc", "nvidia-nvvm"), ("nvidia-cuda-nvcc-cu12",)]
     return (
         any(all(map(_installed, family)) for family in packages)
@@ -190,9 +189,9 @@ def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Dev
 
 @contextmanager
 def _unchecked_without_driver() -> Generator[None]:
-    """Without an NVIDIA driver, keep the CUDA plugin from looking for cuDNN and devices, which fails here.
+    """Without an NVIDIA driver, keep the CUDA plugin from its checks, which would fail on a machine that only compiles.
 
-    With JAX_PLATFORMS=cpu it does not look. With a driver its checks stay on: they protect real runs.
+    With JAX_PLATFORMS=cpu it makes none. With a driver they stay on: they protect real runs.
     """
     switch = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     if switch in os.environ or _has_driver():
@@ -229,7 +228,6 @@ def _tpu_target(name: str, kind: str, shape: str) -> Target:
 
 
 def check_target(named: object) -> None:
-    """Check that a target is a name or a `Target`. Raises ValueError."""
     if named is not None and not isinstance(named, str | Target):
         raise UserError(f'A target is text such as "h100:1x8" or "cpu:8"; given {described(named)}. Pass such a name.')
 

@@ -41,12 +41,10 @@ class Attention:
 
     @property
     def scores(self) -> float:
-        """Pairs of a query and a key that it sees."""
         return self.heads * self.queries * self.seen
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of its matrix products."""
         per_score = 3 * self.width + 2 * self.value_width if self.backward else self.width + self.value_width
         return round(2 * self.scores * per_score)
 
@@ -97,7 +95,6 @@ def attention(step: Instruction, computation: str, program: Program) -> Attentio
 
 
 def attention_seconds(call: Attention, peak_flops: float, exponentials: float) -> float:
-    """Return the seconds of the main kernel."""
     core = call.flops / (_PRODUCT_EFFICIENCY * peak_flops) + call.scores / exponentials
     ramp = _RAMP_KEYS + _DIAGONAL_KEYS * call.causal
     return core * (1 + ramp / call.seen) * (_BACKWARD_FACTOR if call.backward else 1.0)

@@ -29,11 +29,9 @@ class CostModel:
     # the share for 8-bit operands over the share for 16-bit operands: 70.9% / 80.3% on an H100 (Bekman, "Maximum
     # Achievable Matmul FLOPS", stas00/ml-engineering, compute/accelerator/README.md, 2025)
     narrow_efficiency: float = 0.88
-    # share of the peak bandwidth. Fitted (pure reading and writing reaches 0.92); XLA's own model of products takes 0.8
-    # (openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc, CalculateHbmTime).
+    # share of the peak bandwidth. Fitted (pure reading and writing reaches 0.92); XLA's CalculateHbmTime takes 0.8
     memory_efficiency: float = 0.85
-    # time of a launch until all cores are busy, for a kernel that does not wait for the host. Fitted; XLA's
-    # kKernelLaunchOverhead is 1e-6 (xla/service/gpu/model/gpu_performance_model_base.h).
+    # time of a launch until all cores are busy, without the host. Fitted; XLA's kKernelLaunchOverhead is 1e-6
     kernel_seconds: float = 1.9e-6
     # rows and columns of the tile that a core computes at a time. Whole tiles in whole waves
     # over the cores: NVIDIA, "Matrix Multiplication Background User's Guide", section 3.
@@ -62,7 +60,6 @@ class KernelCost:
 
     @property
     def flops(self) -> int:
-        """Of matrix products, convolutions and fused attention."""
         fused = 0 if self.attention is None else self.attention.flops
         return fused + sum(product.flops for product in self.products)
 
@@ -201,7 +198,6 @@ class _Demand:
         return step
 
     def _need(self, step: Instruction, needed: float) -> None:
-        """Count the work for `needed` elements of a value, and the elements that this needs of its operands."""
         size = _size(step)
         operands = [self.by_name[name] for name in step.operands if name in self.by_name]
         for i, operand in enumerate(operands):

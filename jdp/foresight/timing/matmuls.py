@@ -27,7 +27,6 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of one pass."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
@@ -81,10 +80,7 @@ def _arithmetic(step: Instruction, *operands: str) -> tuple[str, int]:
 
 
 def _convolution(step: Instruction, kernel: Shape, output: Shape) -> Product:
-    """Return a convolution as a product, by group: output positions × (kernel size × features) × features.
-
-    Multiplications with padding count; those with the zeros of a dilated input do not.
-    """
+    """Return a convolution as a product, by group: output positions × (kernel size × features) × features."""
     match = re.search(r"\bdim_labels=\w+_(\w+)->", step.bare)
     features = kernel[1][match[1].index("o")] if match else kernel[1][-1]
     groups = int(step.attribute("feature_group_count") or 1)

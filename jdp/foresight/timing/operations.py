@@ -128,7 +128,6 @@ class Schedule:
         return lanes
 
     def longest_branch(self, op: TimedOp) -> str:
-        """Return the branch of a conditional with the most busy seconds."""
         return max(op.inner, key=lambda name: self.busy(name)[COMPUTE] + self.busy(name)[COMMUNICATION])
 
 
@@ -138,7 +137,6 @@ _TORUS_HOP = 1e-6
 
 
 def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> CollectiveCost:
-    """Return the time of one execution of a collective; a group of one device takes none."""
     if kind not in KINDS:
         raise UserError(f"the cost of a collective is known for {', '.join(KINDS)}; given {kind!r}: name one of these")
     if target.chip is None:

@@ -105,7 +105,6 @@ class _Walk:
         self.recording = True  # operations become events
 
     def computation(self, name: str) -> None:
-        """Execute a computation once."""
         pending = dict[str, tuple[str, float]]()  # start of an asynchronous operation -> its lane, its end in seconds
         for op in self.schedule.operations(name):
             match op.kind:

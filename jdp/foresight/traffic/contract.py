@@ -40,7 +40,6 @@ class MeshCollective:
 
     @property
     def payload_bytes(self) -> int:
-        """A step, without batch statistics."""
         return self.collective.payload_bytes * self.collective.count - self.statistics_bytes
 
     @property
@@ -108,7 +107,6 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Payload sent / payload expected; None if none is expected."""
         return self.found_bytes / self.expected_bytes if self.expected_bytes else None
 
     def to_json(self) -> dict[str, Any]:
@@ -116,7 +114,6 @@ class Row:
         return {**asdict(self), "ratio": self.ratio}
 
     def cells(self) -> tuple[str, str, str, str, str, str]:
-        """Return the cells of a table: kind, expected, found, ratio, in the microbatch loop, wire a device."""
         looped = "no"
         if self.in_loop_bytes:
             looped = "yes" if self.in_loop_bytes == self.found_bytes else f"{format_bytes(self.in_loop_bytes)} of it"
@@ -136,12 +133,10 @@ class Verdict(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Wire bytes sent / promised; 0 on a single device, where nothing is promised."""
         return self.wire_bytes / self.theory_wire_bytes if self.theory_wire_bytes else 0.0
 
 
 def compare(collectives: Sequence[MeshCollective], promised: Theory, stray_bytes: float = 0.0) -> Verdict:
-    """Compare a program's traffic with the promise."""
     counted = [placed for placed in collectives if placed.over_batch]
     along_model = [placed for placed in collectives if not placed.over_batch]
     total, bound = sum(each.wire_bytes for each in counted), promised.wire_bytes

@@ -137,7 +137,6 @@ def _in_scan(op_name: str | None) -> bool:
 
 
 def _upwards(step: Instruction, names: Names, steps: int = 8) -> Iterator[Instruction]:
-    """Yield an instruction, its first operand, that one's first operand, and so on."""
     for _ in range(steps):
         yield step
         above = next((names[name] for name in step.operands if name in names), None)
@@ -194,7 +193,6 @@ def users_line(source_lines: Iterable[str]) -> str | None:
 
 
 def is_own_line(line: str) -> bool:
-    """Return True for a line of jdp, whose models are the user's."""
     return _OWN.match(line.replace("\\", "/")) is not None
 
 
@@ -208,7 +206,6 @@ class Parameters:
 
     @classmethod
     def of(cls, plan: Plan, state: TrainState) -> Parameters:
-        """Return the parameters of a state on the plan's mesh."""
         placements: list[Placement] = jax.tree.leaves(plan.param_placements(state.params, state.static))
         return cls(tuple(placements), dict(plan.mesh.shape))
 
@@ -256,7 +253,6 @@ class Parameters:
         )
 
     def working_elements(self, placements: Iterable[Placement]) -> int:
-        """Return the number of elements of these parameters' working copies on a device."""
         return sum(math.prod(self.local(placement)) for placement in placements)
 
 
@@ -310,5 +306,4 @@ class Reading:
 
     @cached_property
     def sites(self) -> Sites:
-        """The program's call graph."""
         return Sites(self.compiled.program, self.accumulate)

@@ -60,7 +60,6 @@ def sent_by(reading: Reading, collectives: Sequence[MeshCollective]) -> tuple[Se
 
 
 def sent_table(sent: Sequence[Sent]) -> list[tuple[str, ...]]:
-    """Return headings, and a row for each of the largest tensors."""
     rows = [("collective", "tensor", "times", "axes", "wire a device", "at", "the shape of")]
     for each in sent[:_LISTED]:
         tensor, like = f"{each.dtype}{list(each.dims)}", listed(each.like, 2) or "no argument"

@@ -72,10 +72,7 @@ def _global_dims(local: tuple[int, ...], sharding: str) -> tuple[int, ...]:
 
 
 def _copied_at(dims: tuple[int, ...], op_name: str, compiled: Compiled) -> str | None:
-    """Return the line of a collective that makes the whole tensor, of the same operation or a sibling.
-
-    The warning's own line is invalid in the compiled program, because XLA renumbers the stack frames.
-    """
+    """Return the line of a collective that makes the whole tensor; the warning's own is invalid in the program."""
     parent = op_name.rpartition("/")[0]
     same_shape = [c for c in compiled.collectives if any(sorted(shape) == sorted(dims) for _, shape in c.shapes)]
     exact = [c for c in same_shape if c.op_name == op_name]

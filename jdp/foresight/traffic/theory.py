@@ -66,7 +66,6 @@ class Promise:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends a step."""
         return ring_bytes(self.kind, self.payload_bytes, self.devices)
 
 
@@ -114,7 +113,6 @@ class Unsharded:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends a step."""
         return ring_bytes("all-reduce", self.payload_bytes, self.devices)
 
 
@@ -133,17 +131,14 @@ class Theory:
 
     @property
     def payload_bytes(self) -> dict[str, float]:
-        """kind -> payload a step."""
         kinds = dict.fromkeys(promise.kind for promise in self.promises)
         return {kind: sum(promise.payload_bytes for promise in self.of_kind(kind)) for kind in kinds}
 
     def of_kind(self, kind: str) -> list[Promise]:
-        """Return the promises of one kind of collective; several if it runs along several sets of axes."""
         return [promise for promise in self.promises if promise.kind == kind]
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends a step."""
         return sum(promise.wire_bytes for promise in self.promises)
 
 
@@ -184,7 +179,6 @@ def theory(
 
 
 def _reductions(plan: Plan, rounds: int, r: int, trained: Sequence[Leaf]) -> Sequence[Promise]:
-    """Return the promises of reducing elements of `r` bytes one by one, `rounds` times."""
     whole = sum(count for count, leaf in trained if leaf.is_indivisible or not plan.row.shard_state)
     by_all = Promise("all-reduce", r * whole, plan.batch_axes, plan.batch_shards, 1, r, whole)
     if not plan.row.shard_state:
