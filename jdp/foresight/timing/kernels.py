@@ -122,8 +122,8 @@ _LAYOUT = {"broadcast", "reshape", "transpose", "slice", "dynamic-slice", "dynam
 _MOVES = {"gather", "copy", "iota", "pad", "reverse"}
 _PRODUCTS = {"dot", "scaled-dot", "convolution", "fusion", "custom-call"}  # counted by `products`
 _NO_ARITHMETIC = _NAMES | _LAYOUT | _MOVES | _PRODUCTS  # inside a kernel
-_ROOTS = {"rsqrt", "sqrt", "cbrt", "power", "divide", "remainder", "sine", "cosine", "tan", "atan2", "erf"}
-_SPECIAL = _ROOTS | {"exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic"}
+_EXPONENTIALS = {"exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic", "power", "erf"}
+_SPECIAL = _EXPONENTIALS | {"rsqrt", "sqrt", "cbrt", "sine", "cosine", "tan", "divide", "atan2", "remainder"}
 
 
 def cost(step: Instruction, computation: str, program: Program) -> KernelCost:

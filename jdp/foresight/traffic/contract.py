@@ -40,6 +40,7 @@ class MeshCollective:
 
     @property
     def payload_bytes(self) -> int:
+        """A step, without batch statistics."""
         return self.collective.payload_bytes * self.collective.count - self.statistics_bytes
 
     @property

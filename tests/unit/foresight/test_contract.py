@@ -125,16 +125,7 @@ def looks_at_whole_weights(mesh):
 
 
 @functools.cache
-def verified(
-    model,
-    strategy,
-    *,
-    features=256,
-    width=320,
-    whole=False,
-    min_shard_size=1024,
-    **settings,
-):
+def verified(model, strategy, *, features=256, width=320, whole=False, min_shard_size=1024, **settings):
     mesh = jdp.make_mesh(devices=target("h100:1x8").devices)
     plan = jdp.Plan(mesh, strategy, min_shard_size=min_shard_size)
 

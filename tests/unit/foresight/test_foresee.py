@@ -47,18 +47,8 @@ steps = 10
 batch_size = 4096
 """
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
-PROMISED = {
-    "strategy",
-    "partitioning",
-    "fits",
-    "bytes_per_device",
-    "wire_bytes_per_device",
-    "theory_wire_bytes_per_device",
-    "exposed_fraction",
-    "step_seconds",
-    "mfu",
-    "tokens_per_second",
-}
+PROMISED = {"strategy", "partitioning", "fits", "bytes_per_device", "wire_bytes_per_device", "tokens_per_second"}
+PROMISED |= {"theory_wire_bytes_per_device", "exposed_fraction", "step_seconds", "mfu"}
 
 
 @pytest.fixture(scope="module")

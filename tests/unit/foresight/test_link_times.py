@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from jdp.foresight.program.collectives import KINDS
 from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.timing.operations import collective_cost
 
@@ -14,16 +15,6 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 US = 1e-6
 H100_LINK = 18 * 20.6e9  # B/s: 18 NVLinks, each as fast as NCCL counts it
 H100_CARD = 48e9  # B/s: a 400 Gb/s card behind PCIe 5
-
-KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 
 
 def everyone(cluster: Target) -> tuple[tuple[int, ...], ...]:

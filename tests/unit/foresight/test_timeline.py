@@ -63,21 +63,17 @@ class Writer:
         return [f"  %{x} = f32[{elements}]{{0}} parameter(1)", f"  %{y} = f32[{elements}]{{0}} copy(%{x})"]
 
     def start(self, name, shard):
-        x = self.name("x")
-        return [
-            f"  %{x} = f32[{shard}]{{0}} parameter(1)",
-            f"  %{name} = (f32[{shard}]{{0}}, f32[{8 * shard}]{{0}}) all-gather-start(%{x}), {self.groups}",
-        ]
+        return self.gather(name, shard, f"(f32[{shard}]{{0}}, f32[{8 * shard}]{{0}}) all-gather-start")
 
     def done(self, name):
         return [f"  %{self.name('done')} = f32[{8 * SHARD}]{{0}} all-gather-done(%{name})"]
 
     def sync(self, name, shard):
+        return self.gather(name, shard, f"f32[{8 * shard}]{{0}} all-gather")
+
+    def gather(self, name, shard, operation):
         x = self.name("x")
-        return [
-            f"  %{x} = f32[{shard}]{{0}} parameter(1)",
-            f"  %{name} = f32[{8 * shard}]{{0}} all-gather(%{x}), {self.groups}",
-        ]
+        return [f"  %{x} = f32[{shard}]{{0}} parameter(1)", f"  %{name} = {operation}(%{x}), {self.groups}"]
 
     def loop(self, trips, work):
         body, condition = self.name("body"), self.name("condition")
