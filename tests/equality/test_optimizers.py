@@ -163,7 +163,7 @@ def run_all(group, run):
 
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in GROUPS.items() for name in names])
 @pytest.mark.default_ids("quick-*")
-def test_every_optimizer_is_laid_as_planned_and_trains_as_on_one_device(group, name):
+def test_every_optimizer_trains_as_on_one_device(group, name):
     """Under zero3: zero1 lays a state as zero3 does (below, for all of them)."""
     plan, (lay, first, state) = run_all(group, "zero3")
     for place in assert_laid_as_planned(plan, lay, state, f"/{name}/"):
@@ -202,7 +202,7 @@ def perceptrons(params, batch, rng):
 
 @pytest.mark.parametrize("names", [("adafactor", "lamb"), BEYOND_ELEMENTS], ids=["two", "all"])
 @pytest.mark.default_ids("two")
-def test_without_products_no_optimizer_sends_more_than_its_row(names):
+def test_elementwise_optimizers_send_their_row(names):
     """Of norms and factors XLA sends a few numbers."""
     plan = jdp.Plan(jdp.make_mesh(), "zero1", min_shard_size=32)
     init = lambda rng: {name: {key: jnp.ones(shape) for key, shape in SHAPES.items()} for name in names}  # noqa: E731
@@ -270,7 +270,7 @@ DERIVED = {
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_a_leaf_that_is_made_from_a_parameter_gets_what_fits_it_and_says_so(name):
+def test_derived_leaves_are_placed_with_a_reason(name):
     make, wanted = DERIVED[name]
     plan = plan_of("zero1")
     places = placed(plan, shapes_of(stacked, make(), plan))
@@ -285,12 +285,12 @@ def test_a_leaf_that_is_made_from_a_parameter_gets_what_fits_it_and_says_so(name
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_needs_more_is_refused_with_the_reason(name):
+def test_an_optimizer_that_needs_more_is_refused(name):
     with pytest.raises(ValueError, match=rf"A step gives an optimizer .* raised ValueError: .*{REFUSED[name]}"):
         shapes_of(init_one, optimizer(name), plan_of("zero3"))
 
 
-def test_an_optimizer_that_asks_for_more_than_a_step_has_is_refused_before_it_compiles():
+def test_an_optimizer_that_needs_the_loss_is_refused():
     with pytest.raises(
         ValueError, match=r"this optimizer's update also needs grad, value_fn\. Leave out its cause, .*linesearch=None"
     ):

@@ -102,7 +102,7 @@ def train(name, strategy, partitioning, devices=8, accumulate=2):
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_any_tree_of_arrays_trains_as_on_one_device(name):
+def test_any_pytree_trains_as_on_one_device(name):
     """Linen draws for all rows at once, equinox by a key for each row."""
     params, losses, state = train(name, "zero1", "manual")
     wanted, alone, _ = train(name, "ddp", "auto", devices=1, accumulate=1)
@@ -137,7 +137,7 @@ def bridged_loss(model, batch, rng):
     return jdp.Loss(nll.sum(), jnp.float32(ROWS))
 
 
-def test_a_linen_module_with_statistics_comes_over_flaxs_bridge():
+def test_a_bridged_linen_module_keeps_statistics():
     ends = []
     for strategy, devices in (("zero1", 8), ("ddp", 1)):
         plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=64)
@@ -151,7 +151,7 @@ def test_a_linen_module_with_statistics_comes_over_flaxs_bridge():
     assert jax.tree.map(jnp.shape, ends[0][1]) == {"BatchNorm_0": {"mean": (32,), "var": (32,)}}
 
 
-def test_a_linen_batch_norm_over_an_axis_that_nobody_binds_is_told_to_leave_it_out():
+def test_linen_batch_norm_needs_a_bound_axis():
     normed, plan = LinenNormed(axis_name="batch"), jdp.Plan(jdp.make_mesh(), "zero1", min_shard_size=64)
 
     def init(rng):

@@ -181,7 +181,7 @@ def test_on_other_meshes(settings):
 
 
 @pytest.mark.parametrize("shapes", [{"a": {"w": (64, 32), "b": (240,)}, "c": (8, 8, 8)}, (33, 31)])
-def test_matrices_have_two_dimensions_and_adamw_trains_the_rest(shapes):
+def test_adamw_trains_all_but_matrices(shapes):
     assert_trains_as_one_device(shapes, jdp.muon(1e-2), plan_of("zero2"), optax.contrib.muon(1e-2))
 
 
@@ -229,12 +229,12 @@ def naive_muon(*names):
     return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers)
 
 
-def test_an_optimizer_of_matrices_trains_as_on_one_device():
+def test_matrix_optimizers_train_as_on_one_device():
     shapes = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}
     assert_trains_as_one_device(shapes, naive_muon(), plan_of("zero3"), state_bound=5e-5)  # squares up to 20
 
 
-def test_the_cost_of_products_is_reported_once_with_the_leaf_and_the_bytes(caplog, monkeypatch):
+def test_the_cost_of_products_is_reported_once(caplog, monkeypatch):
     """Of the sharded leaves alone; and nothing of `jdp.muon`, of norms and factors, or under ddp."""
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")

@@ -58,7 +58,7 @@ def test_the_fastest_that_fits():
     assert "Take zero1: a step takes 100 ms; zero3 takes 9.0 % longer." in why
 
 
-def test_of_equally_fast_ones_the_one_that_holds_least():
+def test_equally_fast_candidates_are_chosen_by_memory():
     choice, why = words(
         estimate("zero1", gib=5, step=0.1004), estimate("ddp", gib=10), estimate("zero3", gib=3, step=0.1012)
     )

@@ -106,7 +106,7 @@ def test_trip_counts_multiply_through_nested_loops(where):
 
 
 @ON_BOTH
-def test_an_unknown_trip_count_is_one_and_is_said(where):
+def test_an_unknown_trip_count_is_one(where):
     def until(x):
         return lax.while_loop(lambda x: jnp.sum(x) < 10, psum, x)
 

@@ -113,7 +113,7 @@ def test_the_promised_object(planned):
     assert planned["choice"] in STRATEGIES and planned["choice"] in planned["why"]
 
 
-def test_the_second_plan_comes_from_the_cache_with_a_page(planned, again, folder):
+def test_the_second_plan_comes_from_the_cache(planned, again, folder):
     assert all(row["compile_seconds"] == 0 and row["cached"] for row in again["strategies"])
     assert not all(row["cached"] for row in planned["strategies"])
     assert [without_compiling(row) for row in again["strategies"]] == [*map(without_compiling, planned["strategies"])]
