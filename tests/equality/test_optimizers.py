@@ -21,6 +21,7 @@ from judged import judged
 from optax import contrib
 
 import jdp
+from jdp.base.tree_paths import path_of
 from jdp.core.update.optimizer_checks import check_update, products
 
 ROWS, FEATURES, OUT = 16, 32, 16
@@ -116,15 +117,11 @@ def plan_of(run, **settings):
 
 def laid(state):
     """Of every leaf by path: its sharding, and the bytes that one device holds of it."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (
-            leaf.sharding,
-            (jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-            .addressable_shards[0]
-            .data.nbytes,
-        )
-        for path, leaf in jax.tree.leaves_with_path(state)
-    }
+    placed = {}
+    for path, leaf in jax.tree.leaves_with_path(state):
+        array = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        placed[path_of(path)] = (leaf.sharding, array.addressable_shards[0].data.nbytes)
+    return placed
 
 
 def train(plan, tx, init, loss_fn, steps=3, wrt=None, **settings):
@@ -149,11 +146,6 @@ def assert_laid_as_planned(plan, lay, state, part=""):
     return places
 
 
-def assert_same(got, wanted, rtol=1e-5, atol=1e-6):
-    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
-
-
 @functools.cache
 def run_all(group, run):
     names, plan = GROUPS[group], plan_of(run)
@@ -171,7 +163,7 @@ def test_every_optimizer_trains_as_on_one_device(group, name):
             assert place.rest == (P("data") if place.shape == (FEATURES, OUT) else P()), place
     _, (_, _, alone) = run_all(group, "one device")
     last, wanted = (jax.device_get(s.params[name]) for s in (state, alone))
-    assert_same(last, wanted)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), last, wanted)
     assert all(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (first[name], last)), strict=True))
 
 

@@ -131,9 +131,7 @@ def test_a_missing_compiler_is_one_command_away(monkeypatch):
         ("b200", 4096, 1.835, 1800, 400),
     ],
 )
-def test_peaks_and_links_are_those_of_data_sheets(
-    kind, multiply_adds, ghz, nvlink_gb_s, card_gbit_s
-):
+def test_peaks_and_links_are_those_of_data_sheets(kind, multiply_adds, ghz, nvlink_gb_s, card_gbit_s):
     """bf16 multiply-adds a core and clock (architecture whitepapers; the B200's from XLA's description of it) at the
     tensor cores' clock. With 2:4 sparsity, as the headlines have it, the peaks would be twice as high."""
     gpu = GPUS[kind]
