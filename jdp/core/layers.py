@@ -1,10 +1,8 @@
 """The layer loop of a deep model: here a layer is gathered and its gradient summed, and rematerialisation is chosen.
 
-A step passes the loss function complete parameters, gathered at the start, so that any code is correct. It also keeps a
-table of which gathered array came from which shard (`GatherTable`). `scan_layers` looks its leaves up there and loops
-over the *shards* (`layer_loop.py`); the gather at the start is then dead code, which the compiler removes. A leaf that
-was cast or reshaped before is not in the table. It is used as it is: correct, but gathered for the whole step, which is
-reported once.
+A step passes the loss function complete parameters, gathered at the start, so that any code is correct. `scan_layers`
+looks its leaves up in the `GatherTable` and loops over their shards (`layer_loop.py`); the gather at the start is then
+dead code. A leaf that was cast or reshaped before is not in the table: it is gathered for the whole step, and reported.
 
 Nothing is sent ahead where XLA inserts the collectives ("auto"), of a list of layers, and under `vmap`. There ZeRO-3
 gathers a layer in the call of the block, which is rematerialised.
@@ -42,15 +40,10 @@ Activations = TypeVar("Activations")
 
 @dataclass(frozen=True)
 class GatherTable:
-    """The parameters of the loss that is being traced.
-
-    Attributes:
-        boundary: gathers a shard, and sums its gradient.
-        table: id of a gathered array -> (that array, its shard, the parameter's placement).
-    """
+    """The parameters of the loss that is being traced."""
 
     boundary: Boundary
-    table: dict[int, tuple[jax.Array, Weight, Placement]]
+    table: dict[int, tuple[jax.Array, Weight, Placement]]  # id of a gathered array -> (it, its shard, its placement)
 
 
 _SMALL = 2**16

@@ -89,16 +89,12 @@ def from_first_process(name: str, value: _Small, *, seconds: float = WAIT_SECOND
 
 @dataclass(frozen=True)
 class Store:
-    """Keys of the coordination service's store with one prefix, and barriers of that name.
-
-    Attributes:
-        everyone: True if these are all processes that have joined; the service may know more than this process.
-    """
+    """Keys of the coordination service's store with one prefix, and barriers of that name."""
 
     client: Any  # JAX's client of the coordination service
     prefix: str  # the beginning of the keys
     members: tuple[int, ...]  # the processes that take part
-    everyone: bool = False
+    everyone: bool = False  # these are all that have joined; the service may know more than this process
 
     @property
     def me(self) -> int:

@@ -1,14 +1,9 @@
 """Changes that a call makes in NNX modules, although JAX traces the call separately.
 
-Inside a `jax.lax.scan` or a `jax.checkpoint` NNX refuses to change a variable that was made outside: the new value
-would be a tracer that outlives its trace. Therefore
-
-1. the call gets a copy of its argument, built from the arrays of the trace (`Flattened.unflatten`). While it runs, the
-variables in its closure hold the trace's arrays (`substituted`);
-2. the changes leave the trace as arrays (`Flattened.changes`, `values`);
-3. outside, those arrays are written into the original variables (`Flattened.write`, `assign`).
-
-If the layers hold no NNX variables (plain dicts, linen's or equinox's trees), the same steps change nothing.
+Inside a `jax.lax.scan` or a `jax.checkpoint` NNX refuses to change a variable that was made outside, because the new
+value would be a tracer that outlives its trace. So the call gets a copy of its argument, built from the arrays of the
+trace (`Flattened.unflatten`), and the variables in its closure hold such arrays meanwhile (`substituted`). The changes
+leave the trace as arrays, and are then written into the original variables (`Flattened.write`, `assign`).
 """
 
 from __future__ import annotations

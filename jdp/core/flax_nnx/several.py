@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jdp.base.errors import UserError
 from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_in_model
-from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, param_specs, value_of, with_value
+from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, value_of, with_value
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,6 @@ def plain(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 def parameters(tree: Any) -> Any:
     """Return the argument of an optimizer's `init`: the `nnx.Param` state of a module, or any other tree itself."""
     return nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
-
-
-def metadata(tree: Any) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Return (path, spec) for each parameter of a module that its metadata shards; () for other trees."""
-    return param_specs(tree) if isinstance(tree, nnx.Module) else ()
 
 
 def map_parameters(opened: Any, parameters: Callable[[Any], Any], others: Callable[[Any], Any]) -> Any:

@@ -42,13 +42,7 @@ def read_only(path: str) -> Any:
 class PartitionedLoss:
     """A loss on a plan: it settles how it is called, and computes its gradient.
 
-    Attributes:
-        loss_fn: the loss function.
-        plan: the mesh and the strategy.
-        settings: of the step or the gradient.
-        noun: its name in reports, such as "train step".
-        is_checked: True after the first call with values.
-        compiled: jitted functions of the step or the gradient, by name; cleared if the view of the loss changes.
+    `noun` is its name in reports, such as "train step"; `is_checked` is True after the first call with values.
     """
 
     def __init__(
@@ -61,7 +55,7 @@ class PartitionedLoss:
     ) -> None:
         self.loss_fn, self.plan, self.settings, self.noun = loss_fn, plan, settings, noun
         self.is_checked = False
-        self.compiled: dict[str, Any] = {}
+        self.compiled: dict[str, Any] = {}  # jitted functions by name; cleared if the view of the loss changes
         self._place = place  # the parameters' placements, if they differ from a train state's
         self._views: dict[Hashable, View] = {}
         self._trial = TrialOnce()

@@ -1,11 +1,9 @@
 """The two views of a step: the arrays that a call of the loss sees, and the `Collectives` that gather, reduce and sum.
 
-- `auto`: the loss sees global arrays. Sharding constraints take the place of collectives, which XLA inserts. Statistics
-  are global, and a loss may mix examples. XLA decides what it sends: it reduces gradients in the dtype of the backward
-  pass, and inside the accumulation loop if they are computed there.
+- `auto`: the loss sees global arrays, and may mix examples. Sharding constraints take the place of collectives, which
+  XLA inserts: it reduces gradients in the dtype of the backward pass, inside the accumulation loop.
 - `manual`: the gradient runs under `jax.shard_map` over the batch axes, and each device differentiates the sum over its
-  own rows. So it can add microbatches locally and send once, and choose the dtype on the wire, or codes (`wire.py`).
-  XLA still partitions along the model's own axes (`collectives.py`).
+  own rows. So it can add microbatches locally, send once, and choose the dtype on the wire, or codes (`wire.py`).
 """
 
 from __future__ import annotations
@@ -39,14 +37,7 @@ REQUESTED = "asked for"
 
 
 def chosen_view(requested: Partitioning | None, form: LossForm, shards: int, train: bool) -> tuple[Partitioning, str]:
-    """Return the view of a step and the reason for it: the result of the loss decides.
-
-    Args:
-        requested: the requested partitioning.
-        form: the form of the loss' result.
-        shards: number of parts of the batch on the mesh.
-        train: False for an evaluation.
-    """
+    """Return the view of a step and the reason for it: the form of the loss' result decides."""
     if requested is not None:
         return requested, REQUESTED
     if shards == 1:

@@ -73,13 +73,9 @@ def dividing_mesh(plan: Plan, params: Sequence[Placement]) -> str | None:
 
 
 def report_products(plan: Plan, state: TrainState, sizes: Collection[int], divided: Collection[str]) -> None:
-    """Report once the sharded parameters whose update computes matrix or inner products.
+    """Report once the sharded parameters whose update computes matrix or inner products, of arrays of these `sizes`.
 
-    Args:
-        plan: the mesh and the strategy.
-        state: real or abstract.
-        sizes: numbers of elements of the arrays in those products.
-        divided: paths of parameters whose matrices are divided among the devices (`jdp.muon`).
+    `divided` are paths of parameters whose matrices are divided among the devices (`jdp.muon`).
     """
     params = jax.tree.leaves(plan.param_placements(state.params, state.static))
     gathered = [p for p in params if p.dim is not None and math.prod(p.shape) in sizes and p.path not in divided]

@@ -34,13 +34,11 @@ def fetched(plan: Plan, state: TrainState, grads: PyTree) -> tuple[TrainState, P
     """
     if plan.offload is None:
         return state, grads
-    leaves, tree = jax.tree.flatten(state.opt_state)
-    on_host = [placement.on_host for placement in jax.tree.leaves(plan.state_placements(state).opt_state)]
-    hosts = [to_host(x) for x, is_there in zip(leaves, on_host, strict=True) if is_there]
+    on_host = tuple(placement.on_host for placement in jax.tree.leaves(plan.state_placements(state).opt_state))
+    hosts = jax.tree.map(to_host, trained_part(state.opt_state, on_host))
     hosts, grads = jax.lax.optimization_barrier((hosts, grads))
-    moved = map(to_device, hosts)
-    opt_state = [next(moved) if is_there else x for x, is_there in zip(leaves, on_host, strict=True)]
-    return replace(state, opt_state=tree.unflatten(opt_state)), grads
+    opt_state = with_trained(state.opt_state, jax.tree.map(to_device, hosts), on_host)
+    return replace(state, opt_state=opt_state), grads
 
 
 def at_rest(plan: Plan, state: TrainState) -> TrainState:

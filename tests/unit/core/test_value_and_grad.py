@@ -386,3 +386,22 @@ def test_a_call_takes_what_changed_in_models_that_were_checked(change):
     assert found[0]["loss"] != first[0]["loss"]
     if make is net:
         same(nnx.state(model, nnx.BatchStat), nnx.state(kept, nnx.BatchStat))
+
+
+def noisy(params, batch, rng):
+    return squares(params, {**batch, "x": batch["x"] + jax.random.normal(rng, batch["x"].shape)}, rng)
+
+
+def test_a_key_that_is_used_again_is_reported(capfd, monkeypatch):
+    """By calls outside of jit, and by a jitted function that closes over it; not for a loss that draws nothing."""
+    grad, plain, model, batch = jdp.value_and_grad(noisy, plan_of()), gradient(), params(), batch_of()
+    for is_reported, call in (
+        (False, lambda: [plain(model, batch, KEY) for _ in range(2)]),
+        (False, lambda: [grad(model, batch, jax.random.key(i)) for i in range(2)]),
+        (False, lambda: jax.jit(grad)(model, batch, KEY)),
+        (True, lambda: [grad(model, batch, KEY) for _ in range(2)]),
+        (True, lambda: jax.jit(lambda model: grad(model, batch, KEY)[0])(model)),
+    ):
+        monkeypatch.setattr("jdp.base.notices._said", set())
+        call()
+        assert ("gets the same key in each call" in capfd.readouterr().err) == is_reported
