@@ -65,11 +65,9 @@ def joined(x: jax.Array) -> jax.Array:
 
 
 def owned(leaf: Any) -> Any:
-    """Copy an array that is no `jax.Array`, because its owner may write into its memory again.
+    """Copy an array that is no `jax.Array`: a loader that fills one buffer again would change batches before.
 
-    On the CPU an aligned NumPy array becomes a `jax.Array` without a copy (`may_alias=False` does not prevent it).
-    Elsewhere it may be read while it is transferred. A loader that fills one buffer again and again would then change
-    batches that it returned before.
+    On the CPU JAX takes an aligned NumPy array without a copy (`may_alias=False` does not prevent it).
     """
     return leaf if isinstance(leaf, jax.Array) else np.array(np.asarray(leaf))
 

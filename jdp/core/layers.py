@@ -243,18 +243,17 @@ class _Body:
         return jax.tree.map(lambda leaf: leaf[0], self.operands) if self.leading else self.operands
 
     def check_marks(self, x: Any) -> None:
-        """Check that the block marks what its policy keeps, by one more trace where that policy is asked for."""
+        """Check by another trace that the block marks the values that its policy keeps."""
         if self.remat == EXCEPT_MLP:
-            check_marks(jax.make_jaxpr(self)(x, self.first, changes.values(self.outside)), self.remat)
+            check_marks(jax.make_jaxpr(self)(x, self.first, changes.values(self.outside)))
 
     @property
     def unrolls(self) -> bool:
-        """Whether a loop over stacked layers is compiled layer by layer, if they are few.
+        """Whether a loop over stacked layers is compiled layer by layer, if they are few: a loop copies activations.
 
-        A loop copies activations, and weights that are gathered once, into stacks and out again. That is an eighth of a
-        small GPT's step on a CPU, and a tenth of a large one's on GPUs. On a CPU rematerialised layers stay a loop,
-        which keeps XLA from merging the second time with the first. So do those beside a `model` axis, along which XLA
-        sends more while it computes in a loop (tensor_parallel on h100:8x8, simulated: 807 ms in place of 891).
+        On a CPU rematerialised layers stay a loop, which keeps XLA from merging the second time with the first. So do
+        layers beside a `model` axis, along which XLA sends more while it computes in a loop (tensor_parallel on
+        h100:8x8, simulated: 807 ms in place of 891).
         """
         platform = traced_device().platform
         few = self.layers <= _MOST_UNROLLED.get(platform, 0)

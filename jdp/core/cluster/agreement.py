@@ -222,8 +222,6 @@ def _around(one: str, other: str) -> tuple[str, str]:
     return excerpt(one), excerpt(other)
 
 
-# The facts.
-
 _LARGE_CONSTANT = re.compile(r'dense<"0x([0-9A-Fa-f]+)">')
 
 

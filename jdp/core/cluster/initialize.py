@@ -200,7 +200,6 @@ def _at_exit() -> None:
 
 
 def _arguments(cluster: Cluster) -> dict[str, Any]:
-    """Return the arguments of `jax.distributed.initialize`."""
     timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": SHUTDOWN_SECONDS}
     if cluster.coordinator is None:
         return timeouts

@@ -1,11 +1,4 @@
-"""The only code of jdp's core that knows Flax.
-
-adapter.py    splits a module into plain trees of arrays, and merges them again
-changes.py    carries changes that a call makes in modules out of a scan or a checkpoint
-norms.py      batch statistics over several devices
-several.py    one or several modules in a custom loop
-structure.py  compares the structure of two modules
-"""
+"""The only code of jdp's core that knows Flax: modules as plain trees of arrays, and the changes that calls make."""
 
 from jdp.core.flax_nnx.adapter import Adapter as Adapter
 from jdp.core.flax_nnx.adapter import built as built

@@ -6,12 +6,11 @@ step's key. All other variables (BatchNorm statistics) and arrays that are plain
 step returns changed. Variables that a call adds to the module (`sow`) are dropped, and reported.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import reduce
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -96,7 +95,6 @@ class Adapter:
         return frozenset("/".join(map(str, path)) for path in self.others)
 
     def is_parameter(self, path: tuple[Any, ...], variable: Any) -> bool:
-        """Return whether a variable is a parameter."""
         return isinstance(variable, nnx.Param) or path in self.others
 
     @property
@@ -259,10 +257,7 @@ def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
 
 def at(tree: Mapping[str, Any], path: tuple[Any, ...]) -> Any:
     """Return the value at a path in nested dicts with text keys, as `nested` makes them."""
-    value: Any = tree
-    for key in path:
-        value = value[str(key)]
-    return value
+    return reduce(lambda value, key: value[str(key)], path, cast(Any, tree))
 
 
 def with_value(leaf: Any, value: Any) -> Any:

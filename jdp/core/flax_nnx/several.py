@@ -4,8 +4,6 @@
 into the modules of the loop, as by NNX' own transformations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,12 +164,10 @@ def map_parameters(opened: Any, parameters: Callable[[Any], Any], others: Callab
 
 
 def is_module(tree: Any) -> bool:
-    """Return whether a tree is an NNX module."""
     return isinstance(tree, nnx.Module)
 
 
 def is_optimizer(tree: Any) -> bool:
-    """Return whether a tree is an `nnx.Optimizer`."""
     return isinstance(tree, nnx.Optimizer)
 
 

@@ -4,8 +4,6 @@ NNX compares functions by identity, and a lambda in a module's `__init__` is ano
 functions are equal if they run the same code on the same values.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Hashable

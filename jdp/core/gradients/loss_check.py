@@ -12,8 +12,6 @@ their running averages meanwhile. The weights and rows of the first call are tri
 with a head of zeros no row would make a difference. A result that is not finite decides nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

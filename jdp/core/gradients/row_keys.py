@@ -13,8 +13,6 @@ Counter layout: jax's `threefry2x32` in its partitionable form hashes the 64-bit
 (Salmon et al. 2011, doi:10.1145/2063384.2063405; jax-ml/jax design note 3263).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import zlib
@@ -61,7 +59,6 @@ class RowDraws:
 
 
 def draws_anything(jaxpr: Jaxpr) -> bool:
-    """Return True if a program draws random numbers."""
     return next(_draws(jaxpr), None) is not None
 
 

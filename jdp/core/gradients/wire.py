@@ -8,8 +8,6 @@ al. 2017, arXiv:1610.02132). Each microbatch and leaf, under zero3 each layer, h
 same on all devices; each shard of the batch makes its own key from it. Numbers that are not finite stay so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -174,9 +174,8 @@ def check_init(init: Any, *, of: bool = False) -> None:
 
 def _is_model(init: Any) -> bool:
     """Return whether a callable is a model: an equinox module is a tree of arrays, a linen module has `apply`."""
-    if isinstance(init, jax.tree_util.Partial):
-        return False
-    return hasattr(init, "apply") or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init))
+    has_arrays = hasattr(init, "apply") or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init))
+    return has_arrays and not isinstance(init, jax.tree_util.Partial)
 
 
 def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:

@@ -5,8 +5,6 @@ the top of the loss. An operation in a scan counts once for each iteration. The 
 own collectives, which XLA drops when it combines collectives.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -61,9 +61,7 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     if devices is None:
         choose_platform()
         check_device_counts()
-    elif not isinstance(cast("object", devices), Collection) or not all(
-        hasattr(device, "platform") for device in devices
-    ):
+    elif not (isinstance(cast("object", devices), Collection) and all(hasattr(one, "platform") for one in devices)):
         raise UserError(f"`devices` is a list of JAX devices; given {cut(repr(devices))}. Leave it out for all.")
     else:
         provide_threads()

@@ -8,8 +8,6 @@ shape mirrors the parameter. If dimensions are missing or of size 1 (factored mo
 `optax.tree_map_params` fails on an `init` that reads shapes or names a parameter, and does not give a leaf's parameter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +32,6 @@ class LeafSpecs:
 
 
 def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> LeafSpecs:
-    """Return the specs of one leaf of the optimizer state."""
     if not shape:
         return LeafSpecs(REPLICATED, REPLICATED, "replicated: a scalar", final=True)
     parameter = owner_of(path, shape, params)

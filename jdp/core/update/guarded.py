@@ -1,13 +1,9 @@
 """The end of a step: clip the gradient, update the optimizer, and keep the old state if a value is not finite.
 
 A gradient can be finite and its update not: a learning rate is NaN, or a weight overflows. So the new parameters and
-the new optimizer state are checked too. XLA computes them twice, for the check and where they are written; the devices
-exchange two numbers for each parameter, in one collective.
-
-With `Plan.offload` the optimizer's state is fetched from host memory as a whole before the update, and put back after.
+the new optimizer state are checked too; the devices exchange two numbers for each parameter, in one collective. With
+`Plan.offload` the optimizer's state is fetched from host memory as a whole before the update, and put back after.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from functools import reduce
