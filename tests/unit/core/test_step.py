@@ -119,6 +119,21 @@ def test_an_update_that_is_not_finite_changes_nothing_though_the_gradient_is():
         assert int(metrics["skipped"]) == 1 and np.isfinite([metrics["loss"], metrics["grad_norm"]]).all()
 
 
+def test_an_infinite_total_skips_a_step_whose_gradient_is_finite():
+    """Then training goes on."""
+
+    def loss_fn(params, batch, rng):
+        return jdp.Loss((predict(params, batch) + batch["add"]).sum(), jnp.float32(batch["x"].shape[0]))
+
+    plan, x = plan_of("zero3"), whole_numbers()["x"]
+    state, step = state_of(plan, optax.adamw(0.1)), jdp.make_train_step(loss_fn, plan, check_loss=False, donate=False)
+    after, metrics = step(state, {"x": x, "add": np.where(np.arange(ROWS) == 3, np.inf, 0).astype(np.float32)})
+    assert differing(leaves(state), leaves(after)) == {".skipped"}
+    assert (int(metrics["skipped"]), int(after.consumed)) == (1, 1) and np.isinf(metrics["loss"])
+    after, _ = step(after, {"x": x, "add": np.zeros(ROWS, np.float32)})
+    assert (int(after.step), int(after.skipped)) == (1, 1)
+
+
 # Which partitioning.
 
 
