@@ -1,8 +1,8 @@
 """Check that several processes agree before they compute together; if not, all raise the same error.
 
 If keys, shapes or programs differ, results are wrong or a collective hangs, and JAX does not check them. Here they are
-compared through the coordination service, without the devices: each process publishes a digest of each fact, the first
-process compares them and, for the first fact that differs, its texts, and every process raises the same error.
+compared through the coordination service, without the devices. Each process publishes a digest of each fact. The first
+process compares these, and the texts of the first fact that differs. Every process raises the same error.
 
 A call with the shapes of the call before it compares nothing. So if only one process' batch changes shape, that process
 would wait here for ever, and the others in a collective. A thread on each process looks once a second, in large

@@ -3,7 +3,7 @@
 JAX's own wait is silent for five minutes and ends in an abort. So process 0 first listens at the coordinator's address.
 The others connect, send their numbers, and stay connected until all have come; a process that has ended is not counted.
 Then process 0 closes the port, and JAX's coordinator opens it. If all processes of a node have ended with 0, the node
-calls the roll once more, so that processes that were started again learn that their attempt cannot be complete.
+calls the roll once more. Then processes that were started again learn that their attempt cannot be complete.
 """
 
 import contextlib

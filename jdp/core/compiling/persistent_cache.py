@@ -2,8 +2,8 @@
 
 The store is JAX's persistent compilation cache. A program is code that this process runs, so its folder is not used if
 others may write to it. The folder's name depends on the processor's features, as machine code does and JAX's own key
-does not. Several hosts need one folder that all processes reach: on GPUs XLA divides the search for the best kernels
-among them, and a process that found its program would leave a process that compiles waiting for ever.
+does not. Several hosts need one folder that all processes reach. On GPUs XLA divides the search for the best kernels
+among them: a process that found its program would leave a process that compiles waiting for ever.
 """
 
 import contextlib

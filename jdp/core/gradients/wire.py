@@ -4,8 +4,8 @@ A device sends the codes of each part of its gradient to the device that owns th
 adds them in float32: codes are never summed. A sum that all devices need is encoded once more and gathered.
 
 Rounding is drawn from the step's key, so it is right on average and nothing is kept between steps (QSGD, Alistarh et
-al. 2017, arXiv:1610.02132). Each microbatch and leaf, under zero3 each layer, has a seed, a uint32 scalar that is the
-same on all devices; each shard of the batch makes its own key from it. Numbers that are not finite stay so.
+al. 2017, arXiv:1610.02132). Each microbatch and leaf, under zero3 each layer, has a seed: a uint32 scalar, the same on
+all devices. Each shard of the batch makes its own key from it. Numbers that are not finite stay so.
 """
 
 import math
