@@ -8,8 +8,6 @@ XLA's scheduler counts kernels, not their seconds, and would hide a collective b
 on the way to the gradient that is carried on wait for what is sent meanwhile, one for each collective.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
