@@ -6,6 +6,7 @@ import numpy as np
 import optax
 from loss_entries import (
     LENGTH,
+    LLAMA,
     WIDTH,
     WORDS,
     batch_of,
@@ -14,6 +15,7 @@ from loss_entries import (
     floats,
     init_block,
     lengths,
+    llama,
     mlp,
     quotient,
     uneven,
@@ -36,6 +38,16 @@ def gpt_with_padding(model, batch, rng):
     nll = cross_entropy(model(batch["tokens"]), batch["targets"])
     hits = (model(batch["tokens"]).argmax(-1) == batch["targets"]) * batch["mask"]
     return jdp.Loss((nll * batch["mask"]).sum(), batch["mask"].sum(), {"accuracy": hits.sum()})
+
+
+def llama_terms(params, batch, rng):
+    return cross_entropy(llama(params, batch["tokens"]), batch["targets"]), batch["mask"]
+
+
+@entry(SUMS, LLAMA, batch_of(**TEXT), quotient(llama_terms))
+def llama_in_a_scan_over_layers(params, batch, rng):
+    nll, mask = llama_terms(params, batch, rng)
+    return jnp.where(mask > 0, nll, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
 
 @entry(SUMS, weights_of(embed=(WORDS, WIDTH), out=(WIDTH, WORDS)), batch_of(**TEXT, segment=below(3, LENGTH)))
@@ -83,6 +95,17 @@ def dpo(params, batch, rng):
 
 
 # Classifiers and regressions.
+
+
+def smooth_terms(params, batch, rng):
+    labels = optax.smooth_labels(jax.nn.one_hot(batch["label"], 4), 0.1)
+    return optax.softmax_cross_entropy(mlp(params, batch["x"]), labels), batch["weight"]
+
+
+@entry(SUMS, CLASSIFIER, batch_of(**LABELLED), quotient(smooth_terms))
+def label_smoothing(params, batch, rng):
+    values, weights = smooth_terms(params, batch, rng)
+    return (values * weights).sum() / (weights.sum() + 1e-8)
 
 
 def binary_terms(params, batch, rng):
@@ -142,7 +165,42 @@ def diffusion(params, batch, rng):
     return jnp.mean((mlp(params, jnp.concatenate([noisy, t[:, None] / 10], axis=-1)) - noise) ** 2)
 
 
+@entry(SUMS, TIMED, batch_of(x=floats(6), weight=uneven))
+def flow_matching(params, batch, rng):
+    def one(key, x):
+        start, t = jax.random.normal(key, x.shape), jax.random.uniform(key)
+        velocity = mlp(params, jnp.append(t * x + (1 - t) * start, t))
+        return jnp.mean(optax.l2_loss(velocity, x - start))
+
+    each = jax.vmap(one)(jax.random.split(rng, len(batch["x"])), batch["x"])
+    return jdp.Loss(jnp.sum(each * batch["weight"]), batch["weight"].sum())
+
+
+@entry(SUMS, weights_of(up=(3, WIDTH), down=(WIDTH, 3), mask=(3,)), batch_of(patches=floats(LENGTH, 3)))
+def masked_autoencoder(params, batch, rng):
+    """Half of each row's patches are hidden (arXiv:2111.06377)."""
+    patches = batch["patches"]
+    order = jnp.argsort(jax.random.uniform(rng, patches.shape[:2]), axis=1)
+    hidden = jnp.argsort(order, axis=1) >= LENGTH // 2
+    seen = jnp.where(hidden[..., None], params["mask"], patches)
+    attended = jax.nn.softmax(jnp.einsum("bnd,bmd->bnm", seen, seen)) @ seen
+    errors = jnp.mean((mlp(params, attended) - patches) ** 2, axis=-1)
+    return jdp.Loss(jnp.sum(errors * hidden), jnp.sum(hidden))
+
+
 # Pictures, sounds and tables.
+
+
+BOXES = {"x": floats(3, 6), "boxes": floats(3, 4), "label": below(4, 3), "there": lengths(3)}
+
+
+@entry(SUMS, weights_of(label=(6, 4), box=(6, 4)), batch_of(**BOXES))
+def detection(params, batch, rng):
+    """Focal loss and L1, over the number of boxes that are there."""
+    wanted = jax.nn.one_hot(batch["label"], 4) * batch["there"][..., None]
+    focal = optax.sigmoid_focal_loss(batch["x"] @ params["label"], wanted, alpha=0.25, gamma=2.0).sum()
+    distance = jnp.abs(batch["x"] @ params["box"] - batch["boxes"]).sum(-1)
+    return jdp.Loss(focal + 5.0 * (distance * batch["there"]).sum(), batch["there"].sum())
 
 
 SOUND = {"x": floats(LENGTH, 3), "padded": lengths(LENGTH), "labels": below(3, 2), "spoken": lengths(2)}
