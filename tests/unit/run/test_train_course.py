@@ -350,7 +350,7 @@ def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_ne
 
 def test_a_run_that_ends_before_its_first_step_removes_only_its_own_files(file, monkeypatch):
     folder = file.parent / "runs" / "points"
-    users = {folder / "logs" / "slurm-1.out": b"1", folder / "flight" / "notes.txt": b"2"}
+    users = {folder / "logs" / "slurm-1.out": b"1", folder / "events" / "notes.txt": b"2"}
     for path, text in users.items():
         path.parent.mkdir(parents=True)
         path.write_bytes(text)
