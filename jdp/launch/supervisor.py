@@ -18,7 +18,9 @@ fails before all have joined fails only on its node. Such restarts go on for som
 """
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -43,6 +45,7 @@ IN_VAIN = 2
 """Largest number of restarts in a row without progress."""
 
 PAUSE_SECONDS = 1.0
+ABANDONED_SECONDS = 60.0
 UNCOUNTED_SECONDS = 300.0
 """How long a node restarts processes that fail before all nodes have joined."""
 
@@ -61,7 +64,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     max_restarts: int = 0,
     log_dir: Path | None = None,
-    events_dir: Path | None = None,
+    event_log: Path | None = None,
     reports_progress: bool = False,
     nodes: Nodes | None = None,
 ) -> int:
@@ -77,7 +80,7 @@ def launch(
         environment: initial variables (default: those of this process).
         max_restarts: number of restarts of all processes after a failure.
         log_dir: folder of a log file per process; None: no log files.
-        events_dir: folder of the run's events, to which the first failure and the restarts are added; None: no run.
+        event_log: this node's log in the run's events, of the first failure and the restarts; None: no run.
         reports_progress: True if the command reports its progress from its start, as `jdp train` does: if it fails
             three times before any progress, it is not restarted.
         nodes: the machines of the cluster, each of which calls this with the same command and number of processes;
@@ -95,10 +98,8 @@ def launch(
     if max_restarts < 0:
         raise UserError(f"A number of restarts is 0 or more; given {max_restarts}. 0 means: end when one fails.")
     start, outputs = dict(os.environ if environment is None else environment), Outputs(clean_stdout, log_dir)
-    with tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        log = None if events_dir is None else events_dir / f"node-{0 if nodes is None else nodes.rank:05}.jsonl"
-        restarts = Restarts(max_restarts, reports_progress, folder, several_nodes=nodes is not None, log=log)
+    with _folder() as folder:
+        restarts = Restarts(max_restarts, reports_progress, folder, several_nodes=nodes is not None, log=event_log)
         with recorded_signals() as signals:
             while True:
                 part = part_of(nodes, processes)
@@ -107,12 +108,36 @@ def launch(
                     watch(running, signals, grace_seconds)
                 if (cause := running.cause) is None:
                     break
-                report(cause, part.processes, signals, running.children, log)
+                report(cause, part.processes, signals, running.children, event_log)
                 if signals or not restarts.another(cause.status):
                     return restarts.exit_code(cause.status)
         if nodes is not None and (folder / JOINED).exists():
             _wait_for_nodes(nodes)
         return 0
+
+
+@contextlib.contextmanager
+def _folder() -> Generator[Path]:
+    """Make a folder for the processes' progress, and remove those of launchers that were killed."""
+    with tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with _locked(folder):  # until this process ends, however it ends
+            for other in folder.parent.glob("jdp-launch-*"):
+                with contextlib.suppress(OSError), _locked(other):
+                    if time.time() - other.stat().st_mtime > ABANDONED_SECONDS:  # a newer one may not be locked yet
+                        shutil.rmtree(other)
+            yield folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    """Lock a folder. Raises OSError if another process has locked it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _wait_for_nodes(nodes: Nodes) -> None:

@@ -48,7 +48,7 @@ def train(folder, name, faults, **options):
     command = [sys.executable, str(SUPPORT / "faulty.py"), text, "train", str(folder / "points.toml")]
     command += [f"--name={name}", f"--run-dir={folder}/runs"]
     options |= {"devices_per_process": 1, "reports_progress": True, "log_dir": folder / name}
-    options["events_dir"] = folder / "runs" / name / EVENT_LOGS
+    options["event_log"] = folder / "runs" / name / EVENT_LOGS / "node-00000.jsonl"
     return launch(command, 2, environment=environment(), **options)
 
 
