@@ -34,19 +34,14 @@ Events = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of a run.
-
-    Attributes:
-        pace: medians over the steps of each process, in seconds.
-        slow: the largest cause of a slow run, in words; None if nothing costs much.
-    """
+    """The state of a run."""
 
     state: str  # "finished", "stopped", "failed", "killed", "deadline", "hung", "running" or "unknown"
     began: int | None  # the process that caused it, if any is known
     words: list[str]  # sentences, the most important first
-    pace: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    pace: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])  # medians, in seconds
     goodput: Account = field(default_factory=Account)  # where all time went
-    slow: str | None = None
+    slow: str | None = None  # the largest cause of a slow run, in words; None if nothing costs much
 
 
 @dataclass(frozen=True)
@@ -59,18 +54,15 @@ class Seen:
 
     @property
     def count(self) -> int:
-        """The number of processes of the run."""
         of = self.start.get("of", 1)
         return of if isinstance(of, int) else 1
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """The first event."""
         return self.events[0]
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The last event."""
         return self.events[-1]
 
     @property

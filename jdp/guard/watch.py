@@ -33,17 +33,13 @@ _NEXT = {
 
 
 class Watch:
-    """Reports the loop's activity to a log of events and a deadline. Use it in `with`.
-
-    Attributes:
-        begun: whether the visit has steps to take.
-    """
+    """Reports the loop's activity to a log of events and a deadline. Use it in `with`."""
 
     def __init__(self, log: EventLog, deadline: Deadline) -> None:
         self.log, self.deadline = log, deadline
         self._step = 0
         self._first = True
-        self.begun = False
+        self.begun = False  # whether the visit has steps to take
         self._start = self._mark = time.perf_counter()
         self._parts: dict[str, float] = {}
         self._aside = 0.0
