@@ -49,7 +49,6 @@ _ANSWER_SECONDS = 4.0  # for the others to publish their positions
 _LAST_RESORT_SECONDS = 20.0  # after this time the process ends, whatever hangs
 _numbers = itertools.count(1)  # all processes make their deadlines in the same order
 
-
 DEVICES = "waiting for the devices"
 """The activity of a process that waits for another process."""
 

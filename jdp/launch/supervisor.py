@@ -243,23 +243,17 @@ class Restarts:
             tell(self.log, "given up", words)
             return False
         if self.made >= self.most:
-            words = (
-                f"not started again: {self.most} restart{'s' * (self.most > 1)} of {self.most} made (--max-restarts)"
-            )
-            tell(self.log, "given up", words)
+            count = f"{self.most} restart{'s' * (self.most > 1)} of {self.most}"
+            tell(self.log, "given up", f"not started again: {count} made (--max-restarts)")
             return False
         self.made, self._before = self.made + 1, step
         self._until = time.monotonic() + UNCOUNTED_SECONDS
         (self.folder / JOINED).unlink(missing_ok=True)
-        tell(self.log, "restart", f"restart {self.made} of {self.most}{whence(step)}")
+        whence = "" if step is None else f", from step {step}" if step else ", from the beginning"
+        tell(self.log, "restart", f"restart {self.made} of {self.most}{whence}")
         return True
 
     def exit_code(self, status: int) -> int:
         """Return the exit code, given that of the process that failed first; a crash loop must not be tried again."""
         code = 128 - status if status < 0 else status
         return SOFTWARE_ERROR if self._crash_loop and code == TRY_AGAIN else code
-
-
-def whence(step: int | None) -> str:
-    """Return the step from which, or after which, a restart resumes, as the end of a sentence."""
-    return "" if step is None else f", from step {step}" if step else ", from the beginning"

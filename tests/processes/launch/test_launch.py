@@ -188,13 +188,8 @@ def test_an_abort_alone_is_reported_as_what_it_is(tmp_path, capfd, monkeypatch):
 
 def test_a_process_that_will_not_end_after_anothers_failure_is_killed(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.5)
-    text = """
-signal.signal(signal.SIGTERM, lambda *_: print("no"))
-open(f"{sys.argv[1]}/pid.{rank}", "w").write(f"{os.getpid()}\\n")
-while rank == 1 and not os.path.exists(f"{sys.argv[1]}/pid.0"): time.sleep(0.01)
-if rank == 1: sys.exit(3)
-while True: time.sleep(1)
-"""
+    text = "signal.signal(signal.SIGTERM, lambda *_: print('no'))\n" + WAIT + WRITE_PID
+    text += "if rank == 1: wait_for('pid.0'); sys.exit(3)\nwhile True: time.sleep(1)"
     assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 3
     assert lines_of(0, capfd.readouterr().out) == ["no"]
     assert gone(pids_written(tmp_path, 2))
