@@ -9,20 +9,21 @@ formed within a round. Two clocks: processor time of all threads of all its proc
 something on idle cores only.
 
 - jdp: `peers_jax.py jdp`, the shipped experiment's way: zero1 on four virtual devices. `--was` names an older checkout.
-- by hand: `peers_jax.py hand`, in JAX as well as we can, on as many devices and on fewer.
+- by hand: `peers_jax.py hand`, in JAX as well as we can, on as many devices and on fewer; "8 threads" lets XLA have two
+  threads for each device, as jdp does (`jdp.base.machine.provide_threads` says why).
 - PyTorch: `peers_torch.py`, two processes with one thread each under DistributedDataParallel, eager and compiled, and
   fully sharded (FSDP2); "kept" keeps freed memory as jdp does.
 
-Measured 2026-11-28 on two idle cores of an AMD EPYC, jax 0.10.2, PyTorch 2.13: processor time of jdp's step, 236 ms,
-over that of each. Matrix products: jax 101 GFLOP/s a core, PyTorch 98, and 108 when MKL takes the processor for
+Measured 2026-11-28 on two idle cores of an AMD EPYC, jax 0.10.2, PyTorch 2.13: processor time of jdp's step, 149 ms,
+over that of each. Matrix products: jax 231 GFLOP/s a core, PyTorch 106, and 244 when MKL takes the processor for
 Intel's, as here.
 
-    by hand, zero1         1.305 ± 0.073  (184 ms); ddp on 4 devices 1.187 ± 0.048, on 2 1.331 ± 0.095
-    PyTorch DDP, compiled  1.459 ± 0.116  (165 ms); FSDP2, compiled 1.048 ± 0.072 (230 ms)
-    jdp zero3, 4 devices   0.765 ± 0.028  (325 ms)
+    by hand, zero1         1.406 ± 0.121  (108 ms); ddp on 4 devices 1.398 ± 0.089, on 2 1.615 ± 0.109
+    PyTorch DDP, compiled  1.725 ± 0.160 (88 ms); FSDP2, compiled 1.068 ± 0.127 (136 ms)
+    jdp zero3, 4 devices   0.786 ± 0.032  (190 ms)
 
-So the hand's step is 31 % faster, where 1 % was promised: `../LOG.md` says why. Kept memory is worth a quarter: with
-JDP_FRESH_MEMORY=1 a step took 358 ms where it took 271 (2026-11-22, load 12).
+So the hand's step is 41 % faster, where 1 % was promised; `../LOG.md` says why: with 8 threads it takes 1.21 of its own
+time. Kept memory is worth a quarter: with JDP_FRESH_MEMORY=1 a step took 358 ms for 271 (2026-11-22, load 12).
 """
 
 import os
@@ -46,6 +47,7 @@ JAX = {
     "jdp ddp, 4 devices": ("jdp", "ddp", "4"),
     "jdp ddp, 2 devices": ("jdp", "ddp", "2"),
     "by hand, zero1, 4 devices": ("hand", "zero1", "4"),
+    "by hand, zero1, 8 threads": ("hand", "zero1", "4"),
     "by hand, ddp, 4 devices": ("hand", "ddp", "4"),
     "by hand, ddp, 2 devices": ("hand", "ddp", "2"),
 }
@@ -63,7 +65,8 @@ PROMISED = f"≤ 0.50 {BEFORE}; ≤ 1.01 by hand; ≤ 0.91 PyTorch DDP, eager; �
 
 def jax_team(name: str, checkout: Path) -> Team:
     """Start a contender of `peers_jax.py` with the jdp of a checkout."""
-    return Team.start(name, [([sys.executable, str(HERE / "peers_jax.py"), *JAX[name]], {"PYTHONPATH": str(checkout)})])
+    variables = {"PYTHONPATH": str(checkout)} | ({"PJRT_NPROC": "8"} if name.endswith("8 threads") else {})
+    return Team.start(name, [([sys.executable, str(HERE / "peers_jax.py"), *JAX[name]], variables)])
 
 
 def full_rate_mkl(folder: Path) -> dict[str, str]:

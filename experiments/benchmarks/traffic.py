@@ -17,28 +17,23 @@ and K microbatches. A step keeps it when it sends at most 1.02 times that, and b
 
 Promised: every chosen partitioning keeps the contract.
 
-Measured 2026-11 for 8, 64 and 512 H100 (jax 0.10.2, Python 3.11.7), bf16, the chosen partitioning (manual in all):
+Measured 2026-11-28 for 8, 64 and 512 H100 (jax 0.10.2, Python 3.11.7), bf16, the chosen partitioning (manual in all):
     --targets h100:1x8,h100:8x8,h100:64x8 --models gpt,unrolled,mlp --width 1024 --precisions bf16
     --partitionings chosen
-0 of 72 break it. Wire bytes over the contract's, MiB a device in brackets (gpt and unrolled send the same):
+0 of 72 break it, and each sends 1.000 of its row. MiB a device:
 
-                  gpt, unrolled                            mlp
-                  1x8           8x8           64x8         1x8           8x8           64x8
-    ddp    K=1    1.000 (519)   1.000 (584)   1.000 (592)  1.000 (67)    1.000 (75)    1.000 (76)
-           K=4    1.000 (519)   1.000 (584)   1.000 (592)  1.000 (67)    1.000 (75)    1.000 (76)
-    zero1  K=1    1.000 (389)   1.000 (438)   1.000 (444)  1.000 (50)    1.000 (57)    1.000 (57)
-           K=4    1.000 (389)   1.000 (438)   1.000 (444)  1.000 (50)    1.000 (57)    1.000 (57)
-    zero2  K=1    1.000 (389)   1.000 (438)   1.000 (444)  1.000 (50)    1.000 (57)    1.000 (57)
-           K=4    1.000 (1168)  1.000 (1314)  1.000 (1332) 1.000 (151)   1.000 (170)   1.000 (172)
-    zero3  K=1    0.831 (431)   0.831 (485)   0.831 (492)  0.750 (50)    0.750 (57)    0.750 (57)
-           K=4    0.831 (1725)  0.831 (1941)  0.831 (1968) 0.750 (201)   0.750 (226)   0.750 (229)
+                  gpt                  unrolled             mlp
+                  1x8   8x8   64x8     1x8   8x8   64x8     1x8   8x8   64x8
+    ddp    K=1, 4 519   584   592      519   584   592      67    75    76
+    zero1  K=1, 4 389   438   444      389   438   444      50    57    57
+    zero2  K=1    389   438   444      389   438   444      50    57    57
+           K=4    1168  1314  1332     1168  1314  1332     151   170   172
+    zero3  K=1    410   462   468      431   485   492      64    72    73
+           K=4    1641  1846  1872     1725  1941  1968     257   289   293
 
-zero3 is compared with 2 K c psi in these tables; it is below 1 as what lies outside the layer loop is gathered once a
-microbatch and kept for the backward pass. Since then its row is exact, what the step's own trace gathers: for 1x8, gpt,
-unrolled and mlp, K = 1 and 4, the same bytes are 1.000 of it (431, 1725; 50, 201 MiB), 0 of 6 break it.
 The width is 1024 because 768, gpt2-124m's own, does not divide by 512: there zero1 K=1 sends 1.270 of the contract and
 zero3 reduces embedding and attention whole: both break it. With --replicas 64 (replica=64 x data=8) width 768 keeps it
-on 512 as well: 1.000 in all, zero3 0.839 and 0.822.
+on 512 as well: 1.000 in all, zero3 0.839 and 0.822 of 2 K c psi.
 
 Measured 2026-11 for 8 H100, both partitionings, width 768: all 32 choices keep it. Wire bytes over the contract's:
 
