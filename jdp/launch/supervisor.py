@@ -118,24 +118,30 @@ def launch(
 
 @contextlib.contextmanager
 def _folder() -> Generator[Path]:
-    """Make a folder for the processes' progress, and remove those of launchers that were killed."""
+    """Make a folder for the processes' progress, and remove those of launchers that were killed.
+
+    A launcher locks its folder until it ends, however it ends. Without locks in the file system, nothing is removed.
+    """
     with tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        with _locked(folder):  # until this process ends, however it ends
-            for other in folder.parent.glob("jdp-launch-*"):
-                with contextlib.suppress(OSError), _locked(other):
-                    if time.time() - other.stat().st_mtime > ABANDONED_SECONDS:  # a newer one may not be locked yet
-                        shutil.rmtree(other)
-            yield folder
+        handle = os.open(name, os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        for other in Path(name).parent.glob("jdp-launch-*"):
+            with contextlib.suppress(OSError):
+                _remove_abandoned(other)
+        try:
+            yield Path(name)
+        finally:
+            os.close(handle)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Generator[None]:
-    """Lock a folder. Raises OSError if another process has locked it."""
+def _remove_abandoned(folder: Path) -> None:
+    """Remove a folder that nobody has locked, unless it is so new that it may be locked soon. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        if time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
+            shutil.rmtree(folder)
     finally:
         os.close(handle)
 

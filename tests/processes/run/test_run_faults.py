@@ -234,6 +234,8 @@ def test_the_recorder_has_the_deadline_and_where_the_loop_was(stopped):
     assert last["event"] == "deadline" and "Process 1 does not answer" in last["words"]
     assert any("loop.py" in frame for frame in last["stack"])
     assert ranks[1][-1]["event"] not in ENDS, "it was stopped in the middle"
+    ((supervisor,),) = read_logs(folder / "events", "node").values()
+    assert supervisor["event"] == "ended" and supervisor["words"].startswith("process 0 of 2 ended with exit code 75")
 
 
 @pytest.mark.rest
