@@ -15,9 +15,8 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -41,14 +40,6 @@ from jdp.core.cluster.barrier import from_every_process, from_first_process
 from jdp.core.types import PyTree
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Saving:
-    """The checkpoint that is being written in the background."""
-
-    step: int
-    commit: Future[None]
 
 
 class Checkpoints:
@@ -105,8 +96,10 @@ class Checkpoints:
         self.directory = user_path(directory).absolute()
         upkeep.make_directory(self.directory)
         self._last: int | None = None  # the last saved or restored step
+        self._reached: int | None = None  # the newest of them
+        self._claim: BinaryIO | None = None  # of process 0, during a save
         self._last_arrays: list[weakref.ref[jax.Array]] = []  # of its state
-        self._saving: Saving | None = None
+        self._saving: tuple[int, Future[None]] | None = None  # the step that is being written, and its commit
         self._mirror = None if mirror is None else Mirror(mirror, self.directory, self._retention)
         self._memory = MemoryCopies(self.directory, keep_in_memory) if keep_in_memory else None
         self._background = ThreadPoolExecutor(1, "jdp checkpoint")
@@ -122,7 +115,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Return all steps, committed by any process or being written by this one, oldest first."""
-        saving = [] if self._saving is None else [self._saving.step]
+        saving = self._saving[:1] if self._saving else ()
         return sorted({*upkeep.committed_steps(self.directory), *saving})
 
     @property
@@ -158,8 +151,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: this checkpoint or the previous one cannot be written; earlier ones are complete. Or this
-                step or a later one exists: call `go_back`. Or the state is abstract, `record` is not JSON, or this
-                directory is closed.
+                step or a later one exists, or steps after the restored one: call `go_back`. Or another process saves
+                here now, the state is abstract, `record` is not JSON, or this directory is closed.
             ValueError: a tree without `step`, or a train state with another step than its own. Or the metric `best` is
                 not in `metrics`, or a metric is not a number.
         """
@@ -187,11 +180,11 @@ class Checkpoints:
         leaves, table = content.arrays_and_table(state)
         description = {**table, "record": to_json(record or {}, "record"), "metrics": numbers}
         with self._save_errors(step):
-            on_first_process(lambda: upkeep.mark(self.directory))
+            on_first_process(self._begin)
             self._leave_memory()
             self._arrays.save(self._staging(step) / ARRAYS, args=ocp.args.PyTreeSave(leaves), force=True)
-        self._saving = Saving(step, self._background.submit(self._commit, self._arrays, step, description, name))
-        self._last, self._last_arrays = step, state_arrays
+        self._saving = step, self._background.submit(self._commit, self._arrays, step, description, name)
+        self._last, self._reached, self._last_arrays = step, step, state_arrays
 
     def go_back(self, step: int) -> None:
         """Set aside all checkpoints after `step`, to continue training from there. Every process calls this.
@@ -220,6 +213,8 @@ class Checkpoints:
             self._memory.forget_after(step)
         if self._last is not None and self._last > step:
             self._last = None
+        if self._reached is not None:
+            self._reached = min(self._reached, step)
         on_first_process(lambda: self._set_aside(step))
 
     def save_in_memory(self, state: Any, record: Mapping[str, Any] | None = None, *, step: int | None = None) -> bool:
@@ -274,6 +269,7 @@ class Checkpoints:
         chosen, (state, record) = self._read(step, lambda source: (content.read_state(source, target), source.record()))
         is_stored = chosen in upkeep.committed_steps(self.directory)
         self._last, self._last_arrays = chosen if is_stored else None, _references(Content.of(state).leaves)
+        self._reached = max(chosen, -1 if self._reached is None else self._reached)
         if self._memory is not None and is_stored:
             self._memory.restored(chosen)
         return state, record
@@ -314,9 +310,9 @@ class Checkpoints:
         """
         if self._saving is None:
             return
-        step = self._saving.step
+        step, commit = self._saving
         with self._save_errors(step):
-            self._saving.commit.result()
+            commit.result()
         self._saving = None
         note_progress(step)
 
@@ -332,6 +328,7 @@ class Checkpoints:
             self.wait()
         finally:
             writer, self._arrays = self._arrays, None
+            self._release()
             self._background.shutdown()
             with suppress(OSError, ValueError):  # Orbax repeats the error of a save that failed
                 writer.close()
@@ -374,21 +371,30 @@ class Checkpoints:
     # Writing.
 
     def _staging(self, step: int) -> Path:
-        """Return the temporary folder for writing a step."""
         return self.directory / f"{upkeep.SAVING}{step}"
 
     def _check_newest(self, step: int) -> None:
-        """Raise CheckpointError if this step or a later one exists."""
-        there = [other for other in upkeep.committed_steps(self.directory) if other >= step]
+        """Raise CheckpointError if this step or a later one exists, or one after all that this object has seen."""
+        seen = step - 1 if self._reached is None else min(step - 1, self._reached)
+        there = [other for other in upkeep.committed_steps(self.directory) if other > seen]
         if not there and os.path.lexists(self.directory / str(step)):
             there = [step]
         listed = from_first_process("which checkpoints a save would replace", ", ".join(map(str, there)))
         if listed:
             raise CheckpointError(
                 f"A checkpoint is never replaced, and a run saves later steps than it finds; {self.directory} has "
-                f"{listed}, and the new step is {step}. To train again from an earlier state, set these aside: "
-                f"checkpoints.go_back({step - 1}). For another run choose another directory."
+                f"{listed}, and the new step is {step}{f', after {seen}' * (seen < step - 1)}. To train again from "
+                f"an earlier state, set these aside: checkpoints.go_back({seen}). For another run choose another "
+                "directory."
             )
+
+    def _begin(self) -> None:
+        self._claim = self._claim or upkeep.claim(self.directory)
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            upkeep.release(self._claim)
+            self._claim = None
 
     def _leave_memory(self) -> None:
         """Discard an earlier run's copies in memory if this run keeps none: its history differs."""
@@ -405,10 +411,7 @@ class Checkpoints:
             )
 
     def _commit(self, writer: ocp.AsyncCheckpointer, step: int, description: Mapping[str, Any], name: str) -> None:
-        """Wait for the arrays, then hash and commit the checkpoint. Runs in the background, on every process.
-
-        All processes identify the directory by `name`, process 0's path.
-        """
+        """Wait for the arrays, then hash and commit the checkpoint, in the background. `name` is process 0's path."""
         writer.wait_until_finished()
         folder, process = self._staging(step), jax.process_index()
         share, problem = checksums.Files(), 0
@@ -430,6 +433,7 @@ class Checkpoints:
         def finish() -> None:
             checksums.commit(folder, files)
             folder.rename(self.directory / str(step))
+            self._release()
             try:
                 checksums.sync(self.directory)  # before deleting an older checkpoint
                 kept = self._retention.kept(metrics := self._metrics())
@@ -448,15 +452,15 @@ class Checkpoints:
             yield
         except Exception as error:
             self._saving = self._last = None
+            if self._claim is not None:  # else the folder is another process'
+                upkeep.remove(self._staging(step))
+                self._release()
             if not isinstance(error, OSError | ValueError):
                 raise
-            if jax.process_index() == 0:
-                upkeep.remove(self._staging(step))
             complete = ", ".join(map(str, upkeep.committed_steps(self.directory))) or "none"
             what = f"Checkpoint {step} was not saved in {self.directory}"
             raise write_error(what, error, f" (earlier checkpoints are whole: {complete})") from error
 
 
 def _references(leaves: Mapping[str, Any]) -> list[weakref.ref[jax.Array]]:
-    """Return weak references to the arrays among the leaves of a state."""
     return [weakref.ref(leaf) for leaf in leaves.values() if isinstance(leaf, jax.Array)]

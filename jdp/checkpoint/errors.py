@@ -4,8 +4,6 @@ Orbax and TensorStore raise long errors of many kinds (`OSError`, `ValueError`, 
 traceback. They become the cause of a `CheckpointError` that names the failure, the reason and the fix.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -62,7 +60,6 @@ class DamagedError(CheckpointError):
 
 
 def write_error(what: str, error: BaseException, note: str = "") -> CheckpointError:
-    """Return the error for a failed write: what, why, and the fix."""
     while isinstance(error, CheckpointError) and error.__cause__ is not None:
         error = error.__cause__
     number = _os_number(error)
@@ -71,7 +68,7 @@ def write_error(what: str, error: BaseException, note: str = "") -> CheckpointEr
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Return True for a temporary disk failure, or an error with such a cause."""
+    """Return True for a temporary failure of a disk, or an error with such a cause."""
     while error is not None:
         if _os_number(error) in _PASSING:
             return True
@@ -154,7 +151,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _os_number(error: BaseException) -> int | None:
-    """Return the system's error number, from an OSError or from TensorStore's text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     numbers = _OS_ERROR.findall(str(error))

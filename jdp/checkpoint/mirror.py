@@ -127,7 +127,7 @@ class Mirror:
         return here
 
     def _send(self, step: int, old: Iterable[str]) -> None:
-        """Upload a checkpoint in place of `old` files, the commit file after all others."""
+        """Upload a checkpoint in place of `old` files."""
         folder, self.sending = self._directory / str(step), step
         self._remove(step, old)
         files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}

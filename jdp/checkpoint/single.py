@@ -4,8 +4,6 @@ A checkpoint is written to `.NAME.saving` beside its path and moved when it is c
 old or the new checkpoint at the path. With `overwrite`, only `.NAME.old` exists for a moment between two moves.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -127,7 +125,6 @@ def restore_params(
 
 
 def _check_free(path: Path, overwrite: bool) -> None:
-    """Raise CheckpointError if `path` exists, unless it is a checkpoint to overwrite."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not is_checkpoint(path):
@@ -137,7 +134,7 @@ def _check_free(path: Path, overwrite: bool) -> None:
 
 
 def _clear(staging: Path, old: Path) -> None:
-    """Delete an earlier save's leftovers in the temporary folder. Raises CheckpointError for a folder of the user's."""
+    """Delete an earlier save's temporary folder. Raises CheckpointError for a folder of the user's."""
     for folder in (staging, old):
         is_own = upkeep.is_marked(folder) or is_checkpoint(folder)
         is_empty = folder.is_dir() and not any(folder.iterdir())
@@ -150,7 +147,6 @@ def _clear(staging: Path, old: Path) -> None:
 
 
 def _move(fresh: Path, path: Path) -> None:
-    """Move `fresh` to `path`, then delete the old checkpoint."""
     old = _old_path(path)
     shutil.rmtree(old, ignore_errors=True)
     if replaced := path.exists():

@@ -10,16 +10,17 @@ error lets the user decide. Steps that a run abandons by `go_back`, damaged or n
 `abandoned-2`, …
 """
 
-from __future__ import annotations
-
+import fcntl
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import jax
 
@@ -48,7 +49,6 @@ _LEFTOVER = re.compile(rf"({re.escape(SAVING)}|{re.escape(DELETED)})({_STEP.patt
 
 
 def numbered_steps(directory: Path) -> list[int]:
-    """Return the numbers that name entries of a directory, in order."""
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if _STEP.fullmatch(path.name))
@@ -60,7 +60,6 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def is_marked(directory: Path) -> bool:
-    """Return True if jdp has written to a directory."""
     return (directory / MARKER).is_file()
 
 
@@ -81,12 +80,32 @@ def make_directory(directory: Path) -> None:
         warn(f"{directory}: {name} has no {COMMITTED} and is ignored")
 
 
-def mark(directory: Path) -> None:
-    """Mark a directory as jdp's; delete folders that killed runs left half-written or half-deleted."""
-    (directory / MARKER).touch()
+def claim(directory: Path) -> BinaryIO:
+    """Return the marker file, locked until `release`; delete folders that killed runs left.
+
+    Raises CheckpointError if another process saves.
+    """
+    marker = (directory / MARKER).open("ab")
+    try:
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        marker.close()
+        raise CheckpointError(
+            "one process at a time saves in a directory, and another is saving there; end that run, or choose another "
+            "directory"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
     for path in list(directory.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             remove(path)
+    return marker
+
+
+def release(marker: BinaryIO) -> None:
+    """Unlock the marker file; to close it is not enough if this process has forked meanwhile."""
+    with marker, suppress(OSError):
+        fcntl.flock(marker, fcntl.LOCK_UN)
 
 
 def remove(folder: Path) -> None:
@@ -116,9 +135,7 @@ def names_after(directory: Path, step: int) -> list[str]:
 
 def abandon(directory: Path, names: Sequence[str]) -> Path:
     """Move these folders into a new folder `abandoned-N`, and return it."""
-    number = 1
-    while (aside := directory / f"{ABANDONED}{number}").exists() or aside.is_symlink():
-        number += 1
+    aside = next(filter(_is_free, (directory / f"{ABANDONED}{number}" for number in count(1))))
     aside.mkdir()
     for name in names:
         folder = directory / name
@@ -131,13 +148,15 @@ def abandon(directory: Path, names: Sequence[str]) -> Path:
 
 
 def set_damaged_aside(directory: Path, step: int) -> str:
-    """Rename the folder of a damaged step to `damaged-STEP`, and return its new name."""
-    folder, name, number = directory / str(step), f"{DAMAGED}{step}", 1
-    while os.path.lexists(directory / name):
-        number += 1
-        name = f"{DAMAGED}{step}-{number}"
-    folder.rename(directory / name)
-    return name
+    """Rename the folder of a damaged step, and return its new name."""
+    names = chain([f"{DAMAGED}{step}"], (f"{DAMAGED}{step}-{number}" for number in count(2)))
+    aside = next(filter(_is_free, (directory / name for name in names)))
+    (directory / str(step)).rename(aside)
+    return aside.name
+
+
+def _is_free(path: Path) -> bool:
+    return not os.path.lexists(path)
 
 
 # Which checkpoints to keep.
@@ -156,9 +175,9 @@ class Retention:
     mode: str
 
     def __post_init__(self) -> None:
-        for name, count in (("keep", self.keep), ("keep_every", self.keep_every)):
-            if count is not None and (not is_integer(count) or count < 1):
-                raise UserError(f"{name} is a positive number of steps or None; given {count!r}. Give 1 or more.")
+        for name, steps in (("keep", self.keep), ("keep_every", self.keep_every)):
+            if steps is not None and (not is_integer(steps) or steps < 1):
+                raise UserError(f"{name} is a positive number of steps or None; given {steps!r}. Give 1 or more.")
         if self.mode not in ("min", "max"):
             raise UserError(
                 f'mode is "min" or "max"; given {self.mode!r}. Use "min" for a loss, "max" for an accuracy.'
@@ -172,7 +191,6 @@ class Retention:
         return max(scores)[1] if scores else None
 
     def kept(self, metrics: Metrics) -> set[int]:
-        """Return the steps to keep."""
         steps = sorted(metrics)
         kept = {*steps} if self.keep is None else {*steps[-self.keep :]}
         kept |= {step for step in steps if self.keep_every is not None and step % self.keep_every == 0}

@@ -36,10 +36,6 @@ SENT, HELD, HOST, TIME = "sent a device", "held a device", "held in the host's m
 _HEADINGS = ("", "at", "before", "now", "change", "verdict")
 
 
-class BaselineError(UserError):
-    """A file is not a baseline."""
-
-
 @dataclass(frozen=True)
 class SentFrom:
     """The bytes that one kind of collective sends from one source line."""
@@ -103,7 +99,7 @@ def baseline_of(report: StepReport, program: str, root: Path) -> Baseline:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Read a file of `Baseline.to_text`. Raises BaselineError."""
+    """Read a file of `Baseline.to_text`. Raises UserError."""
     what = f"a baseline is a file of jdp verify; given {brief(str(path))}"
     try:
         text = path.read_text("utf-8")
@@ -119,7 +115,7 @@ def read_baseline(path: Path) -> Baseline:
         why = f"{'.'.join(map(str, first['loc']))} is wrong ({first['msg']})"
     except ValueError:
         why = "it is not JSON"
-    raise BaselineError(f"{what}: {why}; write it with jdp verify PROGRAM --save FILE")
+    raise UserError(f"{what}: {why}; write it with jdp verify PROGRAM --save FILE")
 
 
 def _by_line(sent: Iterable[Sent], root: Path) -> tuple[SentFrom, ...]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import tyro
 
+from jdp.base.machine import choose_platform
 from jdp.base.user_path import PathError, user_path
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
@@ -90,7 +91,6 @@ class _Examination:
 
     def examine(self) -> int:
         """Examine this machine, then the processes together, and return the exit code."""
-        from jdp.base.machine import choose_platform
         from jdp.core.cluster.barrier import from_first_process
         from jdp.launch.doctor.findings import Finding
         from jdp.launch.doctor.machine import examine_cache, examine_disk, examine_versions

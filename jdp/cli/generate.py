@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jdp.base.formatting import escaped
+from jdp.base.machine import choose_platform
 from jdp.base.toml import brief
-from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
 if TYPE_CHECKING:
@@ -68,17 +68,12 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"--seed is 0 to 2^32 - 1; given {options.seed}: choose another")
     prompts = _prompts(options.prompt or ("\n",))
     with stdout_to_stderr():
-        from jdp.base.machine import choose_platform
-
         choose_platform()
         from jdp.cli.text_model import find_model
         from jdp.models.decode import Draw
 
         chosen = {"step": options.step, "plugin": options.plugin, "tokenizer": options.tokenizer}
-        try:
-            found = find_model(options.model, options.run_dir, **chosen)
-        except PathError as error:
-            raise UsageError(f"RUN: {error}") from None
+        found = find_model(options.model, options.run_dir, **chosen)
         draw = Draw.checked(found.config.vocab_size, options.temperature, options.top_k, options.top_p)
         tokenizer = found.tokenizer
         encoded = [tokenizer.opened(tokenizer.encode(prompt)).tolist() for prompt in prompts]

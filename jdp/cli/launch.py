@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from jdp.base.machine import visible_gpus
 from jdp.cli import train
 from jdp.cli.options import UsageError, parse, parse_with_overrides
+from jdp.experiment.file import check_for_devices, load, shipped_file
 
 if TYPE_CHECKING:
     from jdp.launch.processes import Nodes
@@ -79,7 +81,6 @@ def run(arguments: list[str]) -> int:
 
 def _launch(options: Options, command: list[str]) -> int:
     """Check the command once, in this process, then start the processes."""
-    from jdp.base.machine import visible_gpus
     from jdp.launch.events import EVENT_LOGS
     from jdp.launch.output import LOGS
     from jdp.launch.supervisor import launch as start
@@ -155,7 +156,6 @@ def _program(command: list[str]) -> list[str] | None:
         return [sys.executable, *command]
     if Path(word).is_file() and not os.access(word, os.X_OK):
         return None
-    from jdp.experiment.file import shipped_file
 
     return None if shutil.which(word) is None and shipped_file(Path(word)) is not None else command
 
@@ -194,11 +194,7 @@ def _expand_home(word: str) -> str:
 
 
 def _check_before_launch(arguments: list[str], processes: int) -> tuple[Path, bool]:
-    """Report a mistake in the experiment once, instead of in every process.
-
-    Return the folder of the run, and whether the experiment has virtual CPU devices.
-    """
-    from jdp.experiment.file import check_for_devices, load
+    """Report a mistake once, not in every process; return the run's folder, and whether its CPU devices are virtual."""
     from jdp.run.outputs.profiler import profiled_steps
 
     options, overrides = parse_with_overrides(train.Options, "train", arguments)

@@ -115,10 +115,7 @@ def _in_words(arguments: list[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open stdout and stderr on /dev/null if the caller closed them (`>&-`).
-
-    Python has None there, and the next file would get the stream's number.
-    """
+    """Open stdout and stderr on /dev/null if the caller closed them (`>&-`): the next file would get their numbers."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_WRONLY)
@@ -133,7 +130,6 @@ def _drop_stdout() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    """Find the command and run it."""
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
         lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]

@@ -11,6 +11,8 @@ import tyro
 from jdp.base.toml import brief
 from jdp.base.words import nearest
 from jdp.cli.options import UsageError, parse
+from jdp.experiment.file import copied, shipped
+from jdp.experiment.schema.fields import run_name
 
 _GPUS = 8
 """GPUs of a host in the command that is shown."""
@@ -34,8 +36,16 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Write the file, and print the next commands. Raises UsageError."""
     options = parse(Options, "new", arguments)
-    _check(options)
-    from jdp.experiment.file import copied
+    names = shipped()
+    try:
+        run_name(options.name)
+    except ValueError as error:
+        raise UsageError(f"NAME {error}; given {brief(options.name)}: write a name such as mine") from None
+    if options.name.endswith(".toml"):
+        raise UsageError(f"NAME is without .toml; given {options.name}: write {options.name.removesuffix('.toml')}")
+    if options.from_ not in names:
+        given = f"{brief(options.from_)}{nearest(options.from_, names)}"
+        raise UsageError(f"--from must be an experiment that jdp ships, one of {', '.join(names)}; given {given}")
 
     text = copied(options.from_, options.name)
     file = Path(f"{options.name}.toml")
@@ -53,20 +63,3 @@ def run(arguments: list[str]) -> int:
     target = "" if "devices" in table else on_gpus
     print(f"wrote {file}. Next:\n  jdp plan {file}{target}\n  jdp train {file}")
     return 0
-
-
-def _check(options: Options) -> None:
-    """Check both names. Raises UsageError."""
-    from jdp.experiment.file import shipped
-    from jdp.experiment.schema.fields import run_name
-
-    names = shipped()
-    try:
-        run_name(options.name)
-    except ValueError as error:
-        raise UsageError(f"NAME {error}; given {brief(options.name)}: write a name such as mine") from None
-    if options.name.endswith(".toml"):
-        raise UsageError(f"NAME is without .toml; given {options.name}: write {options.name.removesuffix('.toml')}")
-    if options.from_ not in names:
-        given = f"{brief(options.from_)}{nearest(options.from_, names)}"
-        raise UsageError(f"--from must be an experiment that jdp ships, one of {', '.join(names)}; given {given}")

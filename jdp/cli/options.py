@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.base.errors import UserError
+from jdp.base.machine import choose_platform
 from jdp.base.toml import brief
 from jdp.base.user_path import user_path
 from jdp.base.words import nearest
@@ -39,8 +40,8 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
 
 def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:
     """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys."""
-    own, overrides = split_overrides(arguments, flags_of(options))
-    return parse(options, name, own), overrides
+    remaining, overrides = split_overrides(arguments, flags_of(options))
+    return parse(options, name, remaining), overrides
 
 
 def flags_of(options: type[Any]) -> list[str]:
@@ -143,7 +144,6 @@ def write_file(path: Path, text: str) -> None:
 
 def choose_target_platform(targets: Sequence[str | None], devices: int | None = None) -> None:
     """Choose JAX's platform for compiling for targets: virtual CPU devices for "cpu:8", else the CPU."""
-    from jdp.base.machine import choose_platform
 
     if numbers := [int(found[1]) for name in targets if (found := re.fullmatch(r"cpu:(\d{1,5})", name or ""))]:
         choose_platform(max(numbers))

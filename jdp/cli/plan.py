@@ -25,6 +25,8 @@ from jdp.cli.options import (
     write_file,
 )
 from jdp.cli.programs import check_only, check_program, forecast_on, is_program
+from jdp.experiment.file import load
+from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 
 if TYPE_CHECKING:
     from jdp.foresight.forecast import PlanReport
@@ -101,12 +103,7 @@ def run(arguments: list[str]) -> int:
 def _compiled(
     options: Options, overrides: dict[str, str], targets: Sequence[str | None]
 ) -> "tuple[str, list[PlanReport], list[str]]":
-    """Compile every candidate for every target.
-
-    Returns:
-        The experiment's name; for each target the report and a sentence on the experiment.
-    """
-    from jdp.experiment.file import load
+    """Return the experiment's name, and for each target the report of all candidates and a line on the experiment."""
 
     assert options.file is not None
     strategies = words(options.strategy, "--strategy")
@@ -171,7 +168,6 @@ def _target_row(report: "PlanReport") -> tuple[str, ...]:
 
 
 def _closed_form(options: Options, overrides: dict[str, str]) -> int:
-    """Print each device's memory and traffic by the closed form. Raises UsageError."""
     rule = "--table needs no experiment and compiles nothing; given {} too: remove it"
     check_only(options, overrides, ("table", "strategy", "accumulate", "json"), rule)
     parameters, devices = _size(options.table or "")
@@ -179,7 +175,6 @@ def _closed_form(options: Options, overrides: dict[str, str]) -> int:
     if len(accumulate) > 1:
         raise UsageError(f"--table takes one --accumulate; given {options.accumulate}: --accumulate {accumulate[0]}")
     from jdp.cli.terminal import show_table
-    from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 
     k = accumulate[0]
     rows: dict[str, dict[str, dict[str, int]]] = {"paper": {}, "jdp": {}}

@@ -21,9 +21,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from jdp.base.errors import UserError
+from jdp.base.machine import use_cpu_devices
 from jdp.base.toml import brief, cut
 from jdp.base.words import nearest
 from jdp.cli.options import UsageError, choose_target_platform, flag_of
+from jdp.experiment.schema.make import users_traceback
 
 if TYPE_CHECKING:
     from jdp.foresight.step_report import StepReport
@@ -36,10 +38,6 @@ _DESCRIBED = (
 _SHAPES = "(jitted step, (argument, …)), or (jitted step, (argument, …), {name: argument})"
 _MOST_CPUS = 16384  # largest target
 _JDP = str(Path(__file__).parents[1])
-
-
-class ProgramError(UserError):
-    """A program that cannot be loaded, called or traced; the message has the user's own lines."""
 
 
 def is_program(file: Path) -> bool:
@@ -64,10 +62,7 @@ def check_program(options: Any, overrides: Mapping[str, str], taken: Sequence[st
 
 
 def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> tuple[Path, StepReport]:
-    """Load a program, and compile its step for a target (None: this machine's devices); return its root and the report.
-
-    A program that does not take the target's devices gets as many virtual CPU devices.
-    """
+    """Compile a program's step for a target (None: this machine's devices); return its root folder and the report."""
     import jax
 
     with _as_script(file):
@@ -98,10 +93,7 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> tuple[Pa
 
 @contextlib.contextmanager
 def _as_script(file: Path) -> Generator[None]:
-    """Give a user's file the command line of a script without options, and keep JAX's lines in tracebacks.
-
-    These lines show whether the user's code, a library, or jdp raised an exception.
-    """
+    """Give a user's file a command line without options; JAX's lines in tracebacks show whose code raised an error."""
     import jax
 
     argv, filtering = sys.argv, jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
@@ -120,8 +112,6 @@ def _choose_devices(target: str | None) -> None:
     sizes = [] if target is None else target.rpartition(":")[2].split("x")
     count = math.prod(int(size) for size in sizes if size.isdecimal() and len(size) < 6)
     if sizes and 0 < count <= _MOST_CPUS:
-        from jdp.base.machine import use_cpu_devices
-
         with contextlib.suppress(RuntimeError):  # jax has started: its devices stay
             use_cpu_devices(count)
 
@@ -130,7 +120,7 @@ def load(text: str) -> tuple[Callable[..., Any], Path]:
     """Import a program; return its function, and the folder of its repository, else its own."""
     found = _FUNCTION.fullmatch(text)
     if found is None:
-        raise ProgramError(
+        raise UserError(
             f"a program is FILE.py:FUNCTION or module.path:function, whose function returns a jitted step and its "
             f"arguments; given {brief(text)}: add :FUNCTION, after a file that ends in .py or a module"
         )
@@ -146,7 +136,7 @@ def load(text: str) -> tuple[Callable[..., Any], Path]:
     if not callable(function):
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
         hint = nearest(name, own) or (f": it has {', '.join(own[:6])}" if own else ": it has no function")
-        raise ProgramError(f"a program's function is one that its file has; given {name!r}, not in {module_name}{hint}")
+        raise UserError(f"a program's function is one that its file has; given {name!r}, not in {module_name}{hint}")
     folder = Path(getattr(module, "__file__", None) or ".").resolve().parent
     return function, next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
 
@@ -154,7 +144,7 @@ def load(text: str) -> tuple[Callable[..., Any], Path]:
 def _import_file(file: Path) -> ModuleType:
     """Import a file with its folder on the path, like `python FILE`, under its own name if that is free."""
     if not file.is_file():
-        raise ProgramError(f"a program is a Python file that exists; given {brief(str(file))}: correct its path")
+        raise UserError(f"a program is a Python file that exists; given {brief(str(file))}: correct its path")
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -167,7 +157,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _takes_devices(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function takes `devices`. Raises ProgramError if it needs another argument."""
+    """Return whether a function takes `devices`. Raises UserError if it needs another argument."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -175,7 +165,7 @@ def _takes_devices(function: Callable[..., Any], name: str) -> bool:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable and p.name != "devices"]
     if needed:
-        raise ProgramError(
+        raise UserError(
             f"a program's function is called with nothing, or with the target's devices as `devices`; given {name}, "
             f"which needs {', '.join(needed)}: give {needed[0]} a default, or name a function that calls {name}"
         )
@@ -187,10 +177,10 @@ def _step_of(returned: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, .
     parts = list[Any](cast("tuple[Any, ...]", returned) if isinstance(returned, tuple) else ())
     if len(parts) not in (2, 3) or not callable(parts[0]) or not isinstance(parts[1], tuple | list):
         shown = cut(f"({', '.join(type(each).__name__ for each in parts)})") if parts else type(returned).__name__
-        raise ProgramError(f"{name} must return {_SHAPES}; given {shown}: return the step and a tuple of its arguments")
+        raise UserError(f"{name} must return {_SHAPES}; given {shown}: return the step and a tuple of its arguments")
     step, arguments, by_name = parts[0], tuple(parts[1]), parts[2] if len(parts) == 3 else {}
     if not isinstance(by_name, Mapping):
-        raise ProgramError(f"{name} must return {_SHAPES}; given {type(by_name).__name__} third: make it a dictionary")
+        raise UserError(f"{name} must return {_SHAPES}; given {type(by_name).__name__} third: make it a dictionary")
     if not by_name:
         return step, arguments
     try:
@@ -198,7 +188,7 @@ def _step_of(returned: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, .
     except (TypeError, ValueError):  # of inspect
         given = cut(", ".join(map(repr, by_name)))
         fix = "name other arguments than the tuple's, as Python names them"
-        raise ProgramError(f"{name} must return {_SHAPES}; given the names {given}: {fix}") from None
+        raise UserError(f"{name} must return {_SHAPES}; given the names {given}: {fix}") from None
 
 
 def _with_keywords(step: Callable[..., Any], count: int, names: Sequence[str]) -> Callable[..., Any]:
@@ -221,11 +211,10 @@ def _with_keywords(step: Callable[..., Any], count: int, names: Sequence[str]) -
 
 @contextlib.contextmanager
 def users_errors(what: str, of_library: str = "") -> Generator[None]:
-    """Turn exceptions of a user's code, or of a library that it calls, into a `ProgramError`.
+    """Turn exceptions of a user's code, or of a library that it calls, into a `UserError` with the user's own lines.
 
     `of_library` is added to a library's exceptions. Exceptions of jdp's own code pass.
     """
-    from jdp.experiment.schema.make import users_traceback
 
     try:
         yield
@@ -238,4 +227,4 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
         hint = of_library if "-packages/" in frames[-1].filename else ""
         if isinstance(error, SystemExit):
             hint = 'What a script runs belongs under if __name__ == "__main__".'
-        raise ProgramError("\n".join(filter(None, (f"{what}:", users_traceback(error), hint)))) from None
+        raise UserError("\n".join(filter(None, (f"{what}:", users_traceback(error), hint)))) from None

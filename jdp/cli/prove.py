@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from jdp.base.machine import choose_platform
 from jdp.cli.options import UsageError, parse_with_overrides, stdout_to_stderr, words
+from jdp.experiment.file import load
 
 if TYPE_CHECKING:
     from jdp.prove.equivalence import Proof
 
-DIFFERENT = 1
 DEVICES = 8
 STEPS, QUICK_STEPS = 10, 2
 
@@ -54,12 +55,10 @@ def run(arguments: list[str]) -> int:
     with stdout_to_stderr(options.json):
         proof = _prove(options, overrides)
     print(as_json.dumps(proof.to_json(), allow_nan=False) if options.json else proof)
-    return 0 if proof.equal else DIFFERENT
+    return int(not proof.equal)
 
 
 def _prove(options: Options, overrides: dict[str, str]) -> "Proof":
-    from jdp.base.machine import choose_platform
-    from jdp.experiment.file import load
 
     experiment = load(options.file, overrides)
     choose_platform(experiment.devices or DEVICES)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jdp.base.chips import GPUS
 from jdp.base.toml import cut, toml_value
-from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
+from jdp.experiment.file import load
+from jdp.experiment.schema.fields import NONE
 
 if TYPE_CHECKING:
     from jdp.foresight.targets.resolve import Target
@@ -72,15 +74,12 @@ def run(arguments: list[str]) -> int:
 
 
 def _folders(given: Sequence[str], runs: Path) -> list[Path]:
-    """Return the folders of the runs. Raises UsageError for none, one twice, or an impossible path."""
+    """Return the folders of the runs. Raises UsageError for none, and for one twice."""
     from jdp.run.read_folder import find_run
 
     if not given:
         raise UsageError("jdp report takes one or more runs; given none: name their folders, such as runs/quickstart")
-    try:
-        folders = [find_run(each, runs) for each in given]
-    except PathError as error:
-        raise UsageError(f"RUN: {error}") from None
+    folders = [find_run(each, runs) for each in given]
     seen: dict[Path, Path] = {}
     for folder in folders:
         if (first := seen.setdefault(folder.resolve(), folder)) is not folder:
@@ -117,7 +116,6 @@ def _with_steps(recorded: Sequence["Run"], folders: Sequence[Path], options: Opt
 
 def target_of_run(recorded: "Run") -> str | None:
     """Return the target with the devices of a run's last visit, such as "cpu:8"; None if unknown."""
-    from jdp.base.chips import GPUS
 
     last: Mapping[str, Any] = next((event for event in reversed(recorded.history) if "devices" in event), {})
     devices = last.get("devices") or recorded.settings.get("devices")
@@ -130,9 +128,7 @@ def target_of_run(recorded: "Run") -> str | None:
 
 def _compiled(recorded: "Run", folder: Path, target: "Target", options: Options) -> "CompiledStep":
     """Compile the step of a run's experiment for a target, as `jdp plan` does, with the same errors."""
-    from jdp.experiment.file import load
     from jdp.experiment.plan import candidates_of
-    from jdp.experiment.schema.fields import NONE
     from jdp.foresight.foresee import make_plan_report
     from jdp.report.run import CompiledStep
     from jdp.run.folder import FILE

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -26,7 +25,7 @@ class Progress:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def compiling(self, done: int, total: int | None, name: str) -> None:

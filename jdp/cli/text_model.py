@@ -17,7 +17,6 @@ import optax
 from flax import nnx
 
 from jdp.base.toml import parse
-from jdp.base.user_path import user_path
 from jdp.checkpoint import Checkpoints, restore, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
@@ -38,7 +37,7 @@ from jdp.experiment.schema.fields import NONE
 from jdp.models import GPT, GPTConfig
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, FILE
-from jdp.run.read_folder import find_run
+from jdp.run.read_folder import find_run, run_path
 from jdp.run.weights import names_of
 
 BEST = "best"
@@ -46,37 +45,23 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class TextModel:
-    """A GPT in a folder.
-
-    Attributes:
-        config: the model's configuration.
-        tokenizer: converts text to tokens and back; it knows which tokens end a text.
-        name: the folder and the step, for messages.
-        load: reads the weights onto a device.
-    """
+    """A GPT in a folder."""
 
     config: GPTConfig
     tokenizer: Tokenizer
-    name: str
-    load: Callable[[Device], GPT]
+    name: str  # the folder and the step, for messages
+    load: Callable[[Device], GPT]  # reads the weights
 
 
 def find_model(
     place: str, runs: Path, *, step: str | None = None, plugin: str | None = None, tokenizer: str | None = None
 ) -> TextModel:
-    """Return the model of a run, or of an export, without its weights.
+    """Return the model of an export or a run, by its folder or by its name in `runs`, without the weights.
 
-    Args:
-        place: the folder of a run or of an export; or the name of a run in `runs`.
-        runs: the folder of runs.
-        step: the run's checkpoint: a number, or "best"; None: the newest.
-        plugin: the run's plug-in, if it has one.
-        tokenizer: replaces the tokenizer in the folder, or the run's.
-
-    Raises:
-        ExperimentError: the folder, model, step or tokenizer does not exist.
+    `step` is a number, "best", or None for the newest; `tokenizer` replaces the one in the folder, or the run's. Raises
+    ExperimentError if the folder, the model, the step or the tokenizer does not exist.
     """
-    folder = user_path(place)
+    folder = run_path(place)
     if not (folder / CONFIG).is_file() or (folder / FILE).exists():
         return _of_run(place, runs, step, {} if plugin is None else {"plugin": plugin}, tokenizer)
     if step is not None:
@@ -142,7 +127,7 @@ def _experiment(folder: Path, plugin: Mapping[str, str]) -> Experiment:
     if made != NONE:
         raise ExperimentError(f"{rule} model.make = {made!r}: name another run")
     experiment = load(folder / FILE, plugin)
-    if not isinstance(experiment.model.config, GPTConfig):
+    if not experiment.model.is_gpt:
         raise ExperimentError(f"{rule} {experiment.model.chosen}: name another run")
     if experiment.kind != "text":
         raise ExperimentError(f"{rule} data.make = {experiment.data.make!r}, whose tokens only it knows: export it")
@@ -150,7 +135,6 @@ def _experiment(folder: Path, plugin: Mapping[str, str]) -> Experiment:
 
 
 def _best(experiment: Experiment, checkpoints: Path, there: str) -> str:
-    """Return the step of the best checkpoint."""
     metric = experiment.train.best_metric
     if not experiment.train.keep_best:
         raise ExperimentError(
@@ -174,7 +158,6 @@ def _restored(path: Path, experiment: Experiment, config: GPTConfig, device: Dev
 
 
 def _abstract(config: GPTConfig, device: Device) -> TrainState:
-    """Return the shapes of a GPT on one device."""
     plan = Plan(make_mesh(devices=[device], data=1))
     return abstract_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.identity(), plan, rng=jax.random.key(0))
 

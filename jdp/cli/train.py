@@ -8,8 +8,12 @@ from typing import Annotated, Any
 
 import tyro
 
+from jdp.base.cpu_allocator import keep_memory
+from jdp.base.machine import choose_platform, starts_cpus_alone
 from jdp.base.notices import in_few_lines
 from jdp.cli.options import parse_with_overrides, stdout_to_stderr
+from jdp.experiment.file import check_for_devices, load, to_toml
+from jdp.experiment.schema.make import folder_of
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,6 @@ def run(arguments: list[str]) -> int:
 
 def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     """Validate, choose the platform, join the cluster, check the number of devices, run; return the summary."""
-    from jdp.base.cpu_allocator import keep_memory
-    from jdp.base.machine import choose_platform, starts_cpus_alone
-    from jdp.experiment.file import check_for_devices, load, to_toml
-    from jdp.experiment.schema.make import folder_of
     from jdp.run.outputs.profiler import profiled_steps
 
     experiment = load(options.file, overrides)

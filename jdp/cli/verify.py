@@ -20,6 +20,7 @@ from jdp.cli.options import (
     write_file,
 )
 from jdp.cli.programs import check_only, check_program, forecast_on, is_program
+from jdp.experiment.file import load
 
 if TYPE_CHECKING:
     from jdp.foresight.verify import Report
@@ -61,9 +62,6 @@ class Options:
     """Print one JSON object on stdout, and everything else on stderr."""
 
 
-BROKEN = 1
-
-
 def run(arguments: list[str]) -> int:
     """Verify an experiment and print the report."""
     options, overrides = parse_with_overrides(Options, "verify", arguments)
@@ -74,12 +72,11 @@ def run(arguments: list[str]) -> int:
     with stdout_to_stderr(options.json):
         report = _verify(options, overrides)
     print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)
-    return BROKEN if report.kept is False else 0
+    return int(report.kept is False)
 
 
 def _verify(options: Options, overrides: dict[str, str]) -> "Report":
     """Put the experiment on the target's devices, then call `jdp.verify`."""
-    from jdp.experiment.file import load
 
     experiment = load(options.file, overrides)
     choose_target_platform([options.target], experiment.devices)

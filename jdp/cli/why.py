@@ -9,8 +9,7 @@ from typing import Annotated
 import tyro
 
 from jdp.base.formatting import for_stream
-from jdp.base.user_path import PathError
-from jdp.cli.options import UsageError, parse
+from jdp.cli.options import parse
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,12 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Read the logs and print the diagnosis. Raises UsageError."""
+    """Read the logs and print the diagnosis."""
     options = parse(Options, "why", arguments)
     from jdp.guard.diagnosis import ERRORS, diagnose
     from jdp.run.read_folder import find_run
 
-    try:
-        folder = find_run(options.run, options.run_dir)
-    except PathError as error:
-        raise UsageError(f"RUN: {error}") from None
+    folder = find_run(options.run, options.run_dir)
     found = diagnose(folder)
     if options.json:
         values = {"run": str(folder), "state": found.state, "began": found.began, "words": found.words}

@@ -1,9 +1,4 @@
-"""Arrays as samples: row i of every array is sample i, by random access, without a copy.
-
-1. Read the arrays (jdp.data.sources.array_files), and rename them for the model.
-2. Split the rows into training and held-out rows by their content (jdp.data.held_out), or use the given held-out rows.
-3. Return a sample: a row of each array, in a device's dtype, with a weight.
-"""
+"""Arrays as samples: row i of every array is sample i, by random access, without a copy, in a device's dtype."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -179,7 +174,6 @@ def check_tokens(data: ArrayData, vocab_size: int) -> None:
 
 
 def _named(source: ArraySource, names: dict[str, str | None], length: int | None) -> tuple[Arrays, str]:
-    """Read the arrays, under their names in a sample."""
     arrays, name = read_arrays(source)
     for new, old in names.items():
         if old is not None and (old not in arrays or (old != new and new in arrays)):
@@ -255,8 +249,6 @@ def _sample_dtype(key: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The class of each sample."""
-
     classes: tuple[str, ...]  # names; a class' number is its index
     numbers: NDArray[np.int32]  # int32 [samples], each in [0, len(classes))
 

@@ -1,10 +1,8 @@
 """Global batches: every process walks the same sequence of samples and reads only its own rows.
 
-1. The sequence: positions 0, 1, 2, … over all epochs (jdp.data.order); global batch b is the next B positions.
-2. A process reads only its `rows` of each global batch. The number of batches follows from `len(source)` alone, so all
-   processes stop together.
-3. A run of a fixed number of epochs keeps its last, partial batch: rows of weight 0 fill it up to B rows.
-4. grain reads a few batches ahead, in threads.
+Global batch b is the next B positions of the order (jdp.data.order). The number of batches follows from `len(source)`
+alone, so all processes stop together; rows of weight 0 fill the last batch. grain reads a few batches ahead, in
+threads.
 """
 
 import sys

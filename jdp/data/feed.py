@@ -1,9 +1,7 @@
 """From per-process NumPy batches to global arrays, ahead of the step.
 
-1. `process_rows` returns the rows of each global batch that this process must read, those of its devices.
-2. A thread takes batches from the loader, puts each device's rows on it, and queues the global array; at most
-   `prefetch` batches are ahead of the loop.
-3. The loop takes batches from the queue; `wait_seconds` adds up its waiting time.
+A thread takes batches from the loader, puts each device's rows on it, and queues the global array; at most `prefetch`
+batches are ahead of the loop. `wait_seconds` adds up the loop's waiting time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Training or held out: a sample's content decides, independent of names, order and machine.
 
-1. A sample's content is hashed to its score, a number in [0, 1) that never changes.
-2. Samples with a score below the held-out fraction are held out. So copies stay together, and a larger fraction
-   includes all samples of a smaller one.
-3. If a side would be empty, the nearest sample moves there, with its copies (`split_samples`). For documents of text,
-   the tail of each is held out (`document_tails`).
+A sample's content is hashed to its score, a number in [0, 1) that never changes; below the held-out fraction it is held
+out. So copies stay together, and a larger fraction includes all samples of a smaller one. If a side would be empty, the
+nearest sample moves there, with its copies (`split_samples`); of text, the tail of each document (`document_tails`).
 """
 
 import hashlib
@@ -87,6 +85,5 @@ def fingerprint(description: str, arrays: Iterable[NDArray[np.generic]]) -> str:
 
 
 def check_fraction(heldout_fraction: float) -> None:
-    """Check that a fraction is in (0, 1). Raises ValueError if it is not."""
     if not 0 < heldout_fraction < 1:
         raise UserError(f"heldout_fraction must be between 0 and 1; given {heldout_fraction}: use 0.05, for example")

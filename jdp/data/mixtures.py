@@ -83,8 +83,6 @@ class MixedSamples:
 
 @dataclass(frozen=True, eq=False)
 class Concatenated:
-    """Sources one after another."""
-
     sources: tuple[Source, ...]
 
     def __len__(self) -> int:
@@ -131,7 +129,6 @@ class Mixture:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of the data sets, their weights and the seed."""
         described = [(part.fingerprint, weight) for part, weight in zip(self.parts, self.weights, strict=True)]
         return hashlib.blake2b(f"{described} {self.seed}".encode(), digest_size=8).hexdigest()
 

@@ -48,15 +48,10 @@ from jdp.models.sizes import parameter_lower_bound
 
 @dataclass(frozen=True)
 class Assembly:
-    """The objects of a run. Expensive objects are made at first use and kept, here and in both parts.
-
-    Attributes:
-        experiment: the validated file.
-        mesh: real devices, or described devices to compile for.
-    """
+    """The objects of a run. Expensive objects are made at first use and kept, here and in both parts."""
 
     experiment: Experiment
-    mesh: Mesh
+    mesh: Mesh  # of real devices, or of described devices to compile for
 
     @staticmethod
     def on_devices(experiment: Experiment, devices: list[Device] | None = None) -> Assembly:

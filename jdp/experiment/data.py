@@ -1,12 +1,8 @@
 """From [data] and [eval.NAME] to data sets that fit the model; only this layer sees the file.
 
-1. Open the data by kind: text or tokens for a GPT, images, vectors of features, or the samples of data.make.
-2. Compare it with the model's configuration: vocabulary, image size, channels, classes. The error for a mismatch has
-   the value to set.
-3. Open the evaluation sets likewise. Their training and held-out sides are joined, so each set is evaluated in full.
-   The held-out side of each part of a mixture is an evaluation set too.
-
-Only the training side of [data] is augmented.
+Data are opened by kind, and compared with the model's configuration: vocabulary, image size, channels, classes. The
+error for a mismatch has the value to set. The two sides of an evaluation set are joined, so each is evaluated in full;
+the held-out side of each part of a mixture is an evaluation set too. Only the training side of [data] is augmented.
 """
 
 from __future__ import annotations

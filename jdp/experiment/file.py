@@ -93,11 +93,7 @@ def from_table(table: Mapping[str, Any], *, where: str = "experiment", plugin: s
 
 
 def to_toml(experiment: Experiment) -> str:
-    """Return the resolved experiment as TOML with every key; `load` reads it back as an equal experiment.
-
-    Args:
-        experiment: validated.
-    """
+    """Return the resolved experiment as TOML with every key; `load` reads it back as an equal experiment."""
     return "\n".join(_written(experiment, ())) + "\n"
 
 
@@ -119,14 +115,7 @@ def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
 
 
 def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, int]:
-    """Check that the mesh and the batch size fit a number of devices.
-
-    Args:
-        experiment: validated.
-        device_count: number of devices in all processes together.
-
-    Returns:
-        The mesh with its -1 filled in: axis -> size.
+    """Return the mesh with its -1 filled in, axis -> size, for a number of devices in all processes together.
 
     Raises:
         ExperimentError: the mesh does not multiply to `device_count`, or does not divide the batch.
@@ -228,11 +217,7 @@ def _value(text: str) -> Any:
 
 
 def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None:
-    """Set a dotted key and make its tables; relative paths in `value` start at the working directory.
-
-    Raises:
-        ExperimentError: the value of an outer key is not a table.
-    """
+    """Set a dotted key and make its tables; relative paths in `value` start at the working directory."""
     changed = value
     for part in reversed(key):
         changed = {part: changed}
@@ -276,7 +261,7 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
     if error is None:
         take_tokenizer(table)
         return Experiment.model_validate(table, context=plugin)
-    schemas = Schemas(Experiment, {"model": model_table(table.get("model"))})
+    schemas = Schemas(Experiment, model_table(table.get("model")))
     count, lines = problems(error, schemas, frozenset(texts))
     if count == 1:
         raise ExperimentError(f"{where}: {lines[0]}")
@@ -312,15 +297,7 @@ def _blamed(error: ValidationError, key: KeyPath) -> bool:
 
 
 def mesh_sizes(mesh: Mapping[str, int], device_count: int) -> dict[str, int]:
-    """Return [mesh] with its -1 filled in.
-
-    Args:
-        mesh: axis -> size; one may be -1.
-        device_count: devices of all processes together.
-
-    Raises:
-        ExperimentError: the sizes do not multiply to `device_count`.
-    """
+    """Return [mesh] with its -1 filled in. Raises ExperimentError unless its sizes multiply to `device_count`."""
     try:
         return axis_sizes(mesh, device_count)
     except ValueError as error:
@@ -349,10 +326,7 @@ _UP = re.compile(rf"^(hf:(?:(?:{'|'.join(BUILDERS)}):)?)?\.\./")
 
 
 def beside_clone(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a shipped experiment's table with its relative paths, such as "../runs/quickstart", as "runs/quickstart".
-
-    They then start at the working directory, as they do in the clone's folder.
-    """
+    """Return a shipped experiment's table with "runs/a" for "../runs/a", to start at the working directory."""
     beside = dict(table)
     for key, value in table.items():
         if isinstance(value, dict):

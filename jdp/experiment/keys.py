@@ -5,7 +5,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,24 +20,31 @@ _FREE_KEYS = {"mesh": "AXIS", "rules": "PATTERN"}
 
 
 @dataclass(frozen=True)
-class Schemas:
-    """The schema of each table.
+class OnlyFor:
+    """In a field's annotation: only some experiments read the key, and the others must leave it at its default.
 
-    Attributes:
-        root: schema of the whole file.
-        chosen: schemas of the tables whose keys depend on their name; None for an unknown name.
+    Help ends with "For {readers}."; the message for the others begins with "KEY is for {readers}{instead}".
     """
 
+    readers: str
+    is_read: Callable[[Any], object]  # whether an experiment, x, reads the key
+    instead: str = ""  # a format of x
+
+
+@dataclass(frozen=True)
+class Schemas:
+    """The schemas of the whole file, of its tables, and of [model], which is None for an unknown name."""
+
     root: type[BaseModel]
-    chosen: Mapping[str, type[BaseModel] | None]
+    model: type[BaseModel] | None
 
     def at(self, path: Path) -> type[BaseModel] | None:
         """Return the schema of the table at `path`; None without a table, or if its keys are free as in [mesh]."""
         if not path:
             return self.root
+        if path == ("model",):
+            return self.model
         names, known = tuple(map(str, path)), dict(tables(self.root))
-        if len(names) == 1 and names[0] in self.chosen:
-            return self.chosen[names[0]]
         return known.get(names) or known.get((*names[:-1], "NAME"))
 
 
@@ -68,7 +75,7 @@ def table_keys(schema: type[BaseModel]) -> list[Key]:
             f"{name}.{_FREE_KEYS[name]}" if typing.get_origin(field.annotation) is dict else name,
             _type_text(field.annotation) + _range(field.metadata),
             "required" if field.is_required() else "none" if field.default is None else toml_value(field.default),
-            " ".join((field.description or "").split()),
+            " ".join(f"{field.description or ''}{_readers(field.metadata)}".split()),
         )
         for name, field in schema.model_fields.items()
         if not table_class(field) and not named_table(field)
@@ -107,6 +114,12 @@ def _range(rules: Iterable[Any]) -> str:
         if getattr(rule, name, None) is not None
     ]
     return "".join(limits)
+
+
+def _readers(rules: Iterable[Any]) -> str:
+    """Return for which experiments a key is read, as a sentence; "" for all."""
+    readers = "; for ".join(rule.readers for rule in rules if isinstance(rule, OnlyFor))
+    return f" For {readers}." if readers else ""
 
 
 def table_class(field: FieldInfo) -> type[BaseModel] | None:

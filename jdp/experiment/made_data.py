@@ -23,17 +23,11 @@ _LOOKED_AT = 64
 
 @dataclass(frozen=True, eq=False)
 class MadeSamples:
-    """One side of a data set: the user's samples, with floats and integers in 32 bits, and "weights".
+    """One side of a data set: the user's samples, with floats and integers in 32 bits, and "weights"."""
 
-    Attributes:
-        name: the function that made it.
-        source: the function's result.
-        rows: int64 [len], the samples on this side; None: all.
-    """
-
-    name: str
+    name: str  # of the function that made it
     source: Any
-    rows: NDArray[np.int64] | None = None
+    rows: NDArray[np.int64] | None = None  # [len], the samples on this side; None: all
 
     def __len__(self) -> int:
         return len(self.source) if self.rows is None else len(self.rows)
@@ -86,19 +80,12 @@ class _InEpochs(MadeSamples):
 
 @dataclass(frozen=True, eq=False)
 class MadeData:
-    """A data set, split at first use; `str()` is one line of text.
+    """A data set, split at first use; `str()` is one line of text."""
 
-    Attributes:
-        name: the function that made it.
-        given: the function's result: one object, or two sides.
-        heldout_fraction: held-out share of one object.
-        described: the function and its keywords, for the fingerprint.
-    """
-
-    name: str
-    given: Any
-    heldout_fraction: float
-    described: str
+    name: str  # of the function that made it
+    given: Any  # its result: one object, or two sides
+    heldout_fraction: float  # of one object
+    described: str  # the function and its keywords, for the fingerprint
 
     @cached_property
     def first(self) -> NumpyBatch:

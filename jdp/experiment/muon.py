@@ -2,14 +2,10 @@
 
 The momentum of a matrix [m, n] is orthogonalized and scaled by 0.2 · sqrt(max(m, n)) (Liu et al. 2025,
 arXiv:2502.16982, section 2.2). Its elements then have the root mean square of AdamW's updates, so one learning rate
-and one weight decay serve both.
-
-Which parameters are hidden matrices shows by their names and shapes in jdp's models, Flax and Equinox. Muon is only for
-these: AdamW updates "embeddings, classifier heads, and hidden gains/biases" (the README of
-github.com/KellerJordan/Muon). The first layer of an image model embeds its pixels, so it is an embedding here.
-
-A linear map is a matrix. A convolution is a matrix [outputs, all other dimensions], as Muon's authors flatten it, and
-so is an attention kernel with a dimension for heads. Layers stacked for a scan, and experts, are many matrices.
+and one weight decay serve both. Muon is not for "embeddings, classifier heads, and hidden gains/biases" (the README of
+github.com/KellerJordan/Muon), nor for the first layer of an image model, which embeds its pixels. Names and shapes in
+jdp's models, Flax and Equinox identify the hidden matrices: a convolution is a matrix [outputs, all other dimensions],
+and so is an attention kernel with a dimension for heads; layers stacked for a scan, and experts, are many matrices.
 """
 
 from __future__ import annotations
@@ -109,9 +105,7 @@ def _report(params: Any, dims: Any) -> None:
 def matrix_dimensions(params: Any, shapes: Shapes | None = None) -> Any:
     """Return for each parameter the dimensions of its matrices, counted from the last, or None if it has none.
 
-    Args:
-        params: tree of arrays or their shapes; None for frozen parameters.
-        shapes: shapes of all parameters by path, frozen ones included; None: the shapes of `params`.
+    `shapes` has the shapes of all parameters by path, frozen ones included; None: those of `params`.
     """
     known = {path_of(path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(params)} | dict(shapes or {})
     vectors = {path: vector for path, shape in known.items() if is_vector(path) and (vector := _vector(shape))}

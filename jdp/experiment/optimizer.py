@@ -19,7 +19,6 @@ from jdp.core.update.schedules import warmup
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.muon import VECTORS, muon
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.train import USED_BY
 from jdp.models import GPTConfig, ViTConfig
 
 
@@ -61,48 +60,50 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
     """
     chosen, rate = experiment.optimizer, learning_rate(experiment)
     if chosen.make:
-        made = chosen.call(rate)
-        if not isinstance(made, optax.GradientTransformation):
+        rule = chosen.call(rate)
+        if not isinstance(rule, optax.GradientTransformation):
             raise ExperimentError(
-                f"optimizer.make = {chosen.make!r} returns an optax.GradientTransformation; given {cut(repr(made))}: "
+                f"optimizer.make = {chosen.make!r} returns an optax.GradientTransformation; given {cut(repr(rule))}: "
                 "return one"
             )
-        return made
+        return rule
     config = experiment.model.config
     stacked = isinstance(config, GPTConfig | ViTConfig) and bool(config.scan)
     decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}
+    moments: dict[str, Any] = {"b1": chosen.b1, "b2": chosen.b2}
+    decayed, descent = optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate)
     match chosen.name:
-        case "adamw" | "adam" | "lion" | "adagrad":
-            settings = {key: getattr(chosen, key) for key in USED_BY[chosen.name]}
-            settings |= {"mask": decay_mask} if "weight_decay" in settings else {}
-            return getattr(optax, chosen.name)(rate, **settings)
+        case "adamw":
+            return optax.adamw(rate, **moments, eps=chosen.eps, **decay)
+        case "adam":
+            return optax.adam(rate, **moments, eps=chosen.eps)
+        case "lion":
+            return optax.lion(rate, **moments, **decay)
+        case "adagrad":
+            return optax.adagrad(rate, eps=chosen.eps)
         case "sgd":
             step = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
-            return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
+            return optax.chain(step, decayed, descent)
         case "adafactor":  # as in optax, but the rate comes last, so that it scales the decay as in the other rules
             scaled = by_layer(optax.scale_by_param_block_rms(), stacked)
             mean = [optax.ema(chosen.momentum, debias=False)] if chosen.momentum else []
             clipped = by_layer(optax.clip_by_block_rms(1.0), stacked)
             step = optax.chain(optax.chain(optax.scale_by_factored_rms(), clipped, scaled, *mean))
-            return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
+            return optax.chain(step, decayed, descent)
         case "lamb":
-            adam = optax.scale_by_adam(b1=chosen.b1, b2=chosen.b2, eps=chosen.eps)
+            adam = optax.scale_by_adam(**moments, eps=chosen.eps)
             trust = by_layer(optax.scale_by_trust_ratio(), stacked)
-            return optax.chain(adam, optax.add_decayed_weights(**decay), trust, optax.scale_by_learning_rate(rate))
+            return optax.chain(adam, decayed, trust, descent)
         case "lars":
             trust = by_layer(optax.scale_by_trust_ratio(trust_coefficient=0.001), stacked)  # as optax.lars
-            return optax.chain(
-                optax.add_decayed_weights(**decay),
-                optax.masked(trust, decay_mask),  # biases and scales keep the plain rate (arXiv:1708.03888, section 5)
-                optax.scale_by_learning_rate(rate),
-                optax.trace(chosen.momentum),
-            )
+            masked = optax.masked(trust, decay_mask)  # biases and scales keep the plain rate (arXiv:1708.03888, sec. 5)
+            return optax.chain(decayed, masked, descent, optax.trace(chosen.momentum))
         case "rmsprop":
             return optax.rmsprop(rate, decay=chosen.b2, eps=chosen.eps, momentum=chosen.momentum or None)
         case "muon":
             share = 1.0 if chosen.adam_lr is None else chosen.adam_lr / chosen.lr
-            adamw = optax.adamw(lambda count: share * rate(count), b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)
-            return muon(rate, adamw, optax.add_decayed_weights(**decay), shapes, beta=chosen.beta, eps=chosen.eps)
+            adamw = optax.adamw(lambda count: share * rate(count), **moments, eps=chosen.eps, **decay)
+            return muon(rate, adamw, decayed, shapes, beta=chosen.beta, eps=chosen.eps)
 
 
 def decay_mask(params: Any) -> Any:

@@ -30,11 +30,7 @@ from jdp.prove.proof import Proof
 
 
 def candidates_of(
-    experiment: Experiment,
-    target: Target,
-    *,
-    strategies: Sequence[str],
-    accumulate: Sequence[int],
+    experiment: Experiment, target: Target, *, strategies: Sequence[str], accumulate: Sequence[int]
 ) -> list[Candidate]:
     """Return the experiment's step under each strategy and number of microbatches, on the target's devices."""
     assembly = Assembly.on_devices(experiment, list(target.devices))

@@ -1,14 +1,11 @@
-"""Detects bad steps, and ends a run that cannot continue.
+"""Detects bad steps, and ends a run that cannot continue. All processes decide the same at the same step.
 
 1. `after` reads the metrics of an earlier step, because reading waits for the step. The first skipped step of a row is
    inspected, and its batch is written to the run's folder. Too many skipped steps in a row end the run.
-2. Replicas are compared every `guard.check_replicas_every` steps and before each save, so no checkpoint holds copies
-   that differ. If a device's bits differ from the others', the run ends, and names its host. The fault may be older
-   than the step after which it was detected. Since then its gradients were summed with all others', so overwriting the
-   copy does not give the right state. A run that restarts without that host gets the same bits as without the fault.
+2. Replicas are compared every `guard.check_replicas_every` steps and before each save. If a device's bits differ, the
+   run ends, and names its host: since the fault its gradients were summed with all others', so overwriting the copy
+   does not give the right state. A run that restarts without that host gets the same bits as without the fault.
 3. Process 0 reports the host for which the others wait.
-
-Every process decides from values that all have, so all take the same decision at the same step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Evaluation during a run: every data set in turn, each example once, and the best result so far.
 
-1. The held-out part of the data is "eval"; each [eval.NAME] is "eval_NAME". Batches are always the same: all examples
-   once; or, if `eval_batches` is a number, that many batches, drawn from all examples with a fixed seed.
-2. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples for any batch sizes,
-   because padding has weight 0.
-3. `train.eval_metrics` adds metrics.
-4. `Best` holds the best value of a metric, and the number of evaluations since.
+Batches are always the same: all examples; or, if `eval_batches` is a number, that many batches, drawn with a fixed
+seed. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples for any batch sizes,
+because padding has weight 0.
 """
 
 from __future__ import annotations
@@ -114,18 +111,12 @@ class Evaluation:
 
 @dataclass
 class Best:
-    """The best evaluation so far by one metric.
-
-    Attributes:
-        metric: its name; larger is better for an accuracy.
-        value, step: the best value and its step; None and 0 before the first evaluation.
-        waiting: evaluations since then.
-    """
+    """The best evaluation so far by one metric."""
 
     metric: str
-    value: float | None = None
-    step: int = 0
-    waiting: int = 0
+    value: float | None = None  # None before the first evaluation
+    step: int = 0  # of the best evaluation
+    waiting: int = 0  # evaluations since then
 
     @property
     def mode(self) -> Literal["min", "max"]:

@@ -1,13 +1,9 @@
 """The folder of a run: RUNS/NAME, which belongs to one experiment.
 
 A visit is a process, or cluster, that works on the run. `claimed` makes the folder, or checks that it has the same
-experiment and may be resumed, and locks it; `Claim.check` restores deleted files of the claim. `disk_trouble` turns a
-full or read-only disk into one error, and after the first step temporary errors into the exit code "run again".
-
-Between visits the way of computing may change (`MAY_CHANGE`): devices, strategy, precision, evaluations, logging. The
-number of steps may change if the learning rate does not depend on it. The model, the data, the optimizer, and the
-trained parameters with their initial weights may not change. Names and paths may (`PLACES`): the run's folder, the data
-or the base model may be moved.
+experiment and may be resumed, and locks it. Between visits the way of computing may change (`MAY_CHANGE`), and names
+and paths (`PLACES`); the number of steps, if the learning rate does not depend on it. The model, the data, the
+optimizer, and the trained parameters with their initial weights may not change.
 """
 
 import contextlib
@@ -125,10 +121,10 @@ def _claim(claim: Claim, toml: str) -> bool:
     """Lock the folder and write the experiment into it; return True if it was new. Raises ExperimentError."""
     folder = claim.folder
     try:
-        _check_free(folder, toml)
+        check_same(folder, toml)
         folder.mkdir(parents=True, exist_ok=True)
         is_locked = claim.lock()
-        _check_free(folder, toml)  # again, now that no other process changes it
+        check_same(folder, toml)  # again, now that no other process changes it
         if not _is_unused(folder):
             return False
         if (folder / FILE).exists() and (differing := _differences(folder, toml)):
@@ -153,17 +149,18 @@ def _claim(claim: Claim, toml: str) -> bool:
     return True
 
 
-def _check_free(folder: Path, toml: str) -> None:
-    """Raise ExperimentError if the folder is not this experiment's, unused or missing."""
-    if (folder / FILE).exists():
-        return check_same(folder, toml)
-    if folder.exists() and not folder.is_dir():
+def check_same(folder: Path, toml: str) -> None:
+    """Raise ExperimentError if the folder is not this experiment's (compared key by key), unused or missing."""
+    if (folder / FILE).exists():  # without the lock's file a run may be alive
+        is_unused = (folder / LOCK).exists() and _is_unused(folder)
+        if not is_unused and (differing := _differences(folder, toml)):
+            raise ExperimentError(_other_experiment(folder, toml, differing))
+    elif folder.exists() and not folder.is_dir():
         raise ExperimentError(f"a run needs a folder; {folder} is a file: choose another `name` or --run-dir")
-    if folder.exists() and not _is_unused(folder):
+    elif folder.exists() and not _is_unused(folder):
         raise ExperimentError(
             f"a run needs its own folder; {folder} is not empty and has no {FILE}: choose another `name` or --run-dir"
         )
-    return None
 
 
 def _is_unused(folder: Path) -> bool:
@@ -223,15 +220,6 @@ def record(toml: str, folder: Path) -> None:
     """Write the resolved experiment into its folder, in one rename; process 0 only."""
     if jax.process_index() == 0:
         replace_file(folder / FILE, toml)
-
-
-def check_same(folder: Path, toml: str) -> None:
-    """Compare an experiment, as TOML, with the one in a folder, key by key, unless the folder is unused."""
-    begun = (folder / FILE).exists()
-    if not begun or ((folder / LOCK).exists() and _is_unused(folder)):  # without the lock's file a run may be alive
-        return
-    if differing := _differences(folder, toml):
-        raise ExperimentError(_other_experiment(folder, toml, differing))
 
 
 def _differences(folder: Path, toml: str) -> list[str]:

@@ -110,17 +110,11 @@ def _visit(
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a visit.
-
-    Attributes:
-        state: the state, on the run's plan.
-        progress: the progress of the run.
-        weights_read: a line about initial weights that were read.
-    """
+    """The start of a visit."""
 
     state: TrainState
     progress: Progress
-    weights_read: str | None = None
+    weights_read: str | None = None  # a line about the initial weights
 
 
 def fresh(assembly: Assembly, weights: InitialWeights | None) -> Start:

@@ -47,42 +47,24 @@ class Record:
 
 @dataclass
 class Progress:
-    """The progress of a run. A checkpoint records the first nine attributes.
+    """The progress of a run. A checkpoint records the attributes of `Record`, the first nine."""
 
-    Attributes:
-        done: batches consumed.
-        samples: the samples in them; visits may have batches of different sizes.
-        skipped: steps skipped because gradients or updates were not finite.
-        loss: the loss at the last row of metrics, in nats.
-        evals: the metrics of the last evaluation.
-        evaluated: the step of that evaluation.
-        fingerprint: fingerprint of the data.
-        watched: the best evaluation, for early stopping.
-        kept: the best evaluation with a checkpoint; None without `train.keep_best`.
-        resumed_from: batches consumed before this visit.
-        seconds: duration of this visit's loop.
-        waited, steady_seconds, steady_units: seconds that this visit's steps waited for data, their duration, and their
-            tokens or examples, without compilation and evaluation.
-        steady_at_peak: the seconds that these steps would take at the devices' peak, if known.
-        skips_in_a_row, skips_seen: skipped steps up to the last step whose metrics were read.
-    """
-
-    done: int = 0
-    samples: int = 0
-    skipped: int = 0
-    loss: float | None = None
-    evals: Row = field(default_factory=dict[str, float])
-    evaluated: int = 0
-    fingerprint: str = ""
-    watched: Best = field(default_factory=lambda: Best("eval_loss"))
-    kept: Best | None = None
-    resumed_from: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
-    steady_seconds: float = 0.0
-    steady_units: int = 0
-    steady_at_peak: float = 0.0
-    skips_in_a_row: int = 0
+    done: int = 0  # batches consumed
+    samples: int = 0  # in these batches; visits may have batches of different sizes
+    skipped: int = 0  # steps whose gradients or updates were not finite
+    loss: float | None = None  # at the last row of metrics, in nats
+    evals: Row = field(default_factory=dict[str, float])  # of the last evaluation
+    evaluated: int = 0  # step of the last evaluation
+    fingerprint: str = ""  # of the data
+    watched: Best = field(default_factory=lambda: Best("eval_loss"))  # for early stopping
+    kept: Best | None = None  # the best evaluation with a checkpoint; None without `train.keep_best`
+    resumed_from: int = 0  # batches consumed before this visit
+    seconds: float = 0.0  # of this visit's loop
+    waited: float = 0.0  # seconds for data, by this visit's steps without compilation and evaluation
+    steady_seconds: float = 0.0  # of these steps
+    steady_units: int = 0  # tokens or examples of these steps
+    steady_at_peak: float = 0.0  # seconds that these steps would take at the devices' peak, if known
+    skips_in_a_row: int = 0  # up to the last step whose metrics were read
     skips_seen: int = 0
 
     def stops_early(self, experiment: Experiment) -> bool:

@@ -1,14 +1,11 @@
 """Signals that stop a run: all processes stop at the same step, save, and exit.
 
 The signals are Ctrl-C (SIGINT), SIGTERM, SIGHUP, and SIGUSR1, which Slurm sends. A thread receives them at once, even
-while the main thread compiles or waits inside JAX.
-
-1. Before the first step of a visit is dispatched there is nothing to save: all processes exit at once.
-2. After that the loop polls at each step and at each batch of an evaluation. Several processes agree through the
-   coordination service: each reports its number of polls, and all stop at the first poll that none has reached.
-3. A second signal exits at once. The files on disk are always complete.
-
-JAX's own preemption sync is not used: it knows only SIGTERM, and covers neither compilation nor evaluation.
+while the main thread compiles or waits inside JAX. Before the first step of a visit is dispatched there is nothing to
+save, so all processes exit at once, as they do at a second signal. After that the loop polls at each step and at each
+batch of an evaluation. Several processes agree through the coordination service: each reports its number of polls, and
+all stop at the first poll that none has reached. (JAX's own preemption sync knows only SIGTERM, and covers neither
+compilation nor evaluation.)
 """
 
 from __future__ import annotations
@@ -47,12 +44,7 @@ _ROUNDS = itertools.count()
 
 
 class Stopped(SystemExit):
-    """Exit of a run stopped by a signal, after saving.
-
-    Attributes:
-        code: the exit code.
-        summary: summary of the run so far; before its first step only "stopped", the name of the signal.
-    """
+    """Exit of a run stopped by a signal, with its summary so far: before the first step, only the signal's name."""
 
     def __init__(self, number: signal.Signals, summary: dict[str, Any]) -> None:
         super().__init__(EXIT_CODES[number])
@@ -60,20 +52,13 @@ class Stopped(SystemExit):
 
 
 class StopRequest:
-    """Listens for signals while in `with`; `at_step` returns True if the run stops after this step.
-
-    Attributes:
-        signal: the signal that stops the run; None while it continues.
-        heard: the signal that this process has received, before the run stops for it.
-        began: whether the first step is dispatched.
-        on_signal: called with each signal, in another thread.
-    """
+    """Listens for signals while in `with`; `at_step` returns True if the run stops after this step."""
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.heard: signal.Signals | None = None
-        self.began = False
-        self.on_signal: Callable[[signal.Signals], None] = lambda number: None
+        self.signal: signal.Signals | None = None  # stops the run
+        self.heard: signal.Signals | None = None  # by this process, before the run stops for it
+        self.began = False  # the first step is dispatched: from now on processes agree on a stop, and save
+        self.on_signal: Callable[[signal.Signals], None] = lambda number: None  # called in another thread
         self._leaving = self._raised = False
         self._heard_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -101,10 +86,6 @@ class StopRequest:
         self._thread.join(THREAD_SECONDS)  # a thread that returns from JAX while Python exits aborts the process
         for end in self._pipe:
             os.close(end)
-
-    def under_way(self) -> None:
-        """Report that the first step is dispatched: from now on processes agree on a stop, and save."""
-        self.began = True
 
     def at_step(self, step: int) -> bool:
         """Return True if the run saves and exits after `step`. Every process must call it at every step."""
@@ -167,17 +148,11 @@ class StopRequest:
 
 
 class _Agreement:
-    """The poll at which the processes of a cluster stop, counted from the start.
-
-    Attributes:
-        store: messages between the processes.
-        lock: held during the agreement, so that no process continues meanwhile.
-        signal: the received signal.
-    """
+    """The poll at which the processes of a cluster stop, counted from the start, and the signal that stops them."""
 
     def __init__(self) -> None:
         self.store = Store(coordination_client(), f"jdp/stop/{next(_ROUNDS)}", tuple(range(jax.process_count())))
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # held during the agreement, so that no process continues meanwhile
         self.signal: signal.Signals | None = None
         self._polls, self._stop_at = 0, -1
 

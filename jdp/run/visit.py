@@ -36,25 +36,9 @@ from jdp.run.signals import Stopped, StopRequest
 from jdp.run.weights import export
 
 
-@dataclass(frozen=True)
-class Taken:
-    """A dispatched step: its number, its state and metrics, and its batch."""
-
-    step: int
-    state: TrainState
-    values: Any
-    batch: Batch
-
-
 @dataclass(kw_only=True)
 class Visit:
-    """A visit of a run from a restored state on: its folder, outputs, checkpoints, stop request, trace and watch.
-
-    Attributes:
-        assembly: the objects of the run.
-        progress: the progress of the run.
-        ended: whether the last step of the visit is done.
-    """
+    """A visit of a run from a restored state on: its folder, outputs, checkpoints, stop request, trace and watch."""
 
     assembly: Assembly
     progress: Progress
@@ -68,7 +52,7 @@ class Visit:
 
     def __post_init__(self) -> None:
         self.experiment, self.folder = self.assembly.experiment, self.claim.folder
-        self.ended = self.progress.finished(self.experiment)
+        self.ended = self.progress.finished(self.experiment)  # the last step of the visit is done
         self.health = Health(self.assembly, self.progress, self.watch, self.display.say)
         self._evaluation, self._writer = Evaluation(self.assembly), samples.Writer(self.assembly)
         self._clock: Clock
@@ -152,77 +136,80 @@ class Visit:
 
     def after(self, state: TrainState, batch: Batch, values: Any) -> None:
         """Do the duties after a step, in order; `values` are its metrics."""
-        taken = Taken(self.progress.done + 1, state, values, batch)
-        duties = (self._check, self._count, self._log, self._end_step, self._keep_in_memory, self._save)
-        for duty in duties:
-            duty(taken)
+        step = self.progress.done + 1
+        self._check(step, state, batch, values)
+        self._count(step)
+        self._log(step, values)
+        self._end_step(step, state)
+        self._keep_in_memory(step, state)
+        self._save(step, state)
 
-    def _check(self, taken: Taken) -> None:
+    def _check(self, step: int, state: TrainState, batch: Batch, values: Any) -> None:
         """Check for bad steps, and for devices that differ."""
-        self.health.taken(taken.batch, taken.values, taken.step)
-        self.stop.under_way()
+        self.health.taken(batch, values, step)
+        self.stop.began = True
         self.watch.mark("dispatch")
-        self.health.after(taken.state, taken.step)
+        self.health.after(state, step)
 
-    def _count(self, taken: Taken) -> None:
+    def _count(self, step: int) -> None:
         """Count the step, and determine whether it is the last of the visit."""
         progress, train = self.progress, self.experiment.train
-        progress.done, progress.samples = taken.step, progress.samples + train.batch_size
-        self.display.step(taken.step)
+        progress.done, progress.samples = step, progress.samples + train.batch_size
+        self.display.step(step)
         end_of_start()
-        self.ended = self.stop.at_step(taken.step) or taken.step == train.steps
+        self.ended = self.stop.at_step(step) or step == train.steps
 
-    def _log(self, taken: Taken) -> None:
+    def _log(self, step: int, values: Any) -> None:
         """Write and show a row if due: this step's metrics, and mean times since the last row."""
         progress, train = self.progress, self.experiment.train
         may_stop = 0 < train.stop_after <= progress.watched.waiting + 1 and self._evaluation_due()
-        due = self.ended or taken.step % train.log_every == 0 or may_stop  # a run's last step has a row
-        self._clock.tick(taken.values, due)
+        due = self.ended or step % train.log_every == 0 or may_stop  # a run's last step has a row
+        self._clock.tick(values, due)
         if due:
-            hosts = self.health.row(taken.values)
-            row = numbers(taken.values)
+            hosts = self.health.row(values)
+            row = numbers(values)
             progress.loss, progress.skipped = row["loss"], int(row["skipped"])
             row |= {"skipped": progress.skipped} | self._clock.row(hosts)
-            self.metrics.write(taken.step, row)
+            self.metrics.write(step, row)
             shown = ["loss", "accuracy", "lr", "grad_norm", self._clock.speed, "mfu"]
             shown += ["skipped"] * (progress.skipped > 0)
-            self.display.log(taken.step, {name: row[name] for name in shown if name in row})
+            self.display.log(step, {name: row[name] for name in shown if name in row})
             self._clock.restart()
         self.watch.mark("wait")
 
-    def _end_step(self, taken: Taken) -> None:
+    def _end_step(self, step: int, state: TrainState) -> None:
         """End the step and its trace, then evaluate and sample if due; a signal or the result may end the visit."""
-        if self.profile.end(taken.step, taken.state):
+        if self.profile.end(step, state):
             self._restart()
-        self.watch.step(taken.step)
-        if self.stop.signal is None and any([self.evaluate(taken.state), self.sample(taken.state)]):
+        self.watch.step(step)
+        if self.stop.signal is None and any([self.evaluate(state), self.sample(state)]):
             self._restart()
         self.ended |= self.stop.signal is not None
 
-    def _keep_in_memory(self, taken: Taken) -> None:
+    def _keep_in_memory(self, step: int, state: TrainState) -> None:
         """Copy the state into the hosts' memory, even if it is saved: a restart needs it until the save is complete."""
         every = self.experiment.guard.keep_in_memory
-        if not every or taken.step % every or self.ended:
+        if not every or step % every or self.ended:
             return
-        self.health.check_all(taken.state)
+        self.health.check_all(state)
         with self.watch.during("save"):
-            self.checkpoints.save_in_memory(taken.state, self.progress.record(), step=taken.step)
+            self.checkpoints.save_in_memory(state, self.progress.record(), step=step)
         self.health.restart()
 
-    def _save(self, taken: Taken) -> None:
+    def _save(self, step: int, state: TrainState) -> None:
         """Save the state if a checkpoint is due, it is the best, or the visit ends; the end waits for the save."""
         progress, every = self.progress, self.experiment.train.checkpoint_every
-        best = progress.kept is not None and progress.kept.step == taken.step
-        if not (self.ended or best or (every and taken.step % every == 0)):
+        best = progress.kept is not None and progress.kept.step == step
+        if not (self.ended or best or (every and step % every == 0)):
             return
-        self.health.check_all(taken.state, ended=self.ended and self.stop.signal is None)
+        self.health.check_all(state, ended=self.ended and self.stop.signal is None)
         with self.watch.during("save"):
             self.claim.check()
-            self._save_patiently(taken.state)
+            self._save_patiently(state)
         self.health.restart()
         if self.ended:
             with self.watch.during("wait"):
-                self._save_patiently(taken.state, wait=True)
+                self._save_patiently(state, wait=True)
 
     def _save_patiently(self, state: TrainState, *, wait: bool = False) -> None:
         """Save in the background, or wait for the save; after a temporary error save this state, and wait.

@@ -1,19 +1,9 @@
 """The weights that a run starts from (`train.init_from`), and those that it exports at its end (`train.export`).
 
-Initial weights are of another run, a checkpoint or a safetensors file.
-
-1. Check the path before anything is written.
-2. Read parameters and model state onto the state's shardings. Missing LoRA parameters keep their initial values.
-3. Make the optimizer's state for these weights; averaged parameters start from them.
-
-The export is the folder `export`, for `transformers` and `jdp generate`.
-
-1. It has the state of the best checkpoint, else the last, with averaged parameters if the run has them; LoRA's updates
-   are added.
-2. It is written to `.export.new` beside the target, with the config keys of its original Hugging Face model, and moved
-   when complete. Its `jdp.json` names the step. A finished run exports nothing twice; a continued run replaces the
-   earlier export.
-3. It has the run's tokenizer, with the tokens that begin and end a text in the files of `transformers`.
+Initial weights are read onto the state's shardings before the optimizer's state is made for them; LoRA parameters that
+they lack keep their initial values. The export, a folder for `transformers` and `jdp generate`, has the best checkpoint
+if the run keeps it, else the last state. It is written beside its place and moved when complete; its `jdp.json` names
+the step, so a finished run exports nothing twice, and a continued run replaces the earlier export.
 """
 
 from __future__ import annotations
@@ -42,7 +32,6 @@ from jdp.checkpoint.safetensors.transfer import GENERATION, export_hf, import_sa
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.plan import Plan
 from jdp.core.state import TrainState, trained_part
-from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import first_state
 from jdp.data.text.tokenizers import BESIDE, BYTES, byte_tokenizer, open_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
@@ -66,20 +55,15 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: None}
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights that a run starts from: `train.init_from`.
+    """The weights that a run starts from."""
 
-    Attributes:
-        train: the table with their keys.
-        place: a run, a checkpoint, a safetensors file or a folder of them.
-    """
-
-    train: Train
-    place: Path
+    name: str  # of train.init_from
+    place: Path  # a run, a checkpoint, a safetensors file or a folder of them
 
     @staticmethod
     def of(train: Train) -> InitialWeights | None:
         """Return the weights of train.init_from, if it is set."""
-        return None if train.init_from is None else InitialWeights(train, user_path(train.init_from))
+        return None if train.init_from is None else InitialWeights(train.init_from, user_path(train.init_from))
 
     def check(self, config: Any) -> None:
         """Check that the weights exist, and that the `config.json` beside each describes this model."""
@@ -97,10 +81,9 @@ class InitialWeights:
 
     def load(self, state: TrainState, config: Any, plan: Plan) -> tuple[TrainState, str]:
         """Return the state with these parameters and a new optimizer state, and a line that names them."""
-        given = self.train.init_from or ""
         path = _safetensors(self.place)
         if path is None:
-            read = restore_params(given, state, missing=LORA)
+            read = restore_params(self.name, state, missing=LORA)
         else:
             try:
                 names = names_of(path, config) if _is_hugging_face(path, config) else None
@@ -109,7 +92,7 @@ class InitialWeights:
                 raise ExperimentError(f"train.init_from: {error}") from error
         before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
         fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
-        message = f"parameters from {given}"
+        message = f"parameters from {self.name}"
         if fresh:
             shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
             message += f", except {len(fresh)} that it lacks and that start fresh: {shown}"
@@ -139,11 +122,8 @@ def _safetensors(place: Path) -> Path | None:
 def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
     """Return the state with the optimizer's initial state for these parameters."""
     tx, trained = state.static.tx, state.static.trained
-
-    def optimizer_state(params: PyTree) -> PyTree:
-        return first_state(tx, trained_part(params, trained))
-
-    begin = jax.jit(optimizer_state, out_shardings=plan.shardings(state).opt_state)
+    shardings = plan.shardings(state).opt_state
+    begin = jax.jit(lambda params: first_state(tx, trained_part(params, trained)), out_shardings=shardings)
     return replace(state, opt_state=begin(state.params))
 
 
@@ -219,7 +199,6 @@ def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[s
     data = experiment.data
     if experiment.kind == "text" and data.knows_text:
         _write_tokenizer(data.tokenizer, fresh)
-        _name_tokens(data.tokenizer, fresh)
     (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     old = fresh.with_name(f".{EXPORT}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -231,20 +210,16 @@ def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[s
 
 
 def _write_tokenizer(name: str, folder: Path) -> None:
-    """Write the run's tokenizer, with the token that ends documents, into a folder."""
+    """Write the run's tokenizer into an export, and name the tokens that begin and end a text in its other files."""
     if name == BYTES:
         for file, table in byte_tokenizer().items():
             (folder / file).write_text(json.dumps(table, ensure_ascii=False, indent=1), encoding="utf-8")
-        return
-    path = user_path(name)
-    file = path / TOKENIZER if path.is_dir() else path
-    shutil.copyfile(file, folder / TOKENIZER)
-    for beside in filter(Path.is_file, map(file.with_name, BESIDE)):
-        shutil.copyfile(beside, folder / beside.name)
-
-
-def _name_tokens(name: str, folder: Path) -> None:
-    """Write the tokenizer's tokens that begin and end a text into the files that `transformers` reads."""
+    else:
+        path = user_path(name)
+        file = path / TOKENIZER if path.is_dir() else path
+        shutil.copyfile(file, folder / TOKENIZER)
+        for beside in filter(Path.is_file, map(file.with_name, BESIDE)):
+            shutil.copyfile(beside, folder / beside.name)
     tokenizer = open_tokenizer(name)
     for file in filter(Path.is_file, (folder / CONFIG, folder / GENERATION)):
         table, ends = read_json(file), [*tokenizer.ends]

@@ -6,10 +6,10 @@ default fails there.
 """
 
 NAMES = {
-    "CheckpointError": "test_checkpoint_faults.py::test_a_path_that_is_no_checkpoint_is_named_with_what_may_be_given",
-    "Checkpoints": "test_checkpoint.py::test_a_restored_run_goes_on_as_if_it_had_never_stopped",
+    "CheckpointError": "test_checkpoint_faults.py::test_a_path_without_a_checkpoint_is_named",
+    "Checkpoints": "test_checkpoint.py::test_a_restored_run_goes_on",
     "Deadline": "test_processes_of_guard.py::test_a_users_own_loop_that_hangs_outside_of_python_ends_with_75",
-    "Feed": "test_feed.py::test_global_arrays_hold_each_row_where_the_plan_wants_it",
+    "Feed": "test_feed.py::test_rows_are_sharded_as_the_plan_says",
     "Loss": "test_step.py::test_the_objective_is_the_sum_over_the_weight_exactly[zero3-manual-axes2-4]",
     "Placement": "test_plan.py::test_a_placement_says_shape_dtype_bytes_and_reason",
     "Plan": "test_plan.py::test_the_strategies_are_the_rows_of_the_table",
@@ -31,19 +31,19 @@ NAMES = {
     "make_train_step": "test_step.py::test_results_stay_where_the_plan_wants_them[adamw]",
     "muon": "test_zero_and_muon.py::test_equals_one_device[zero3-8-1]",
     "place": "test_value_and_grad.py::test_placing_moves_a_tree_between_plans_and_changes_no_bit",
-    "process_rows": "test_feed.py::test_a_process_reads_the_rows_of_its_own_devices",
+    "process_rows": "test_feed.py::test_a_process_reads_its_devices_rows",
     "restore": "test_checkpoint.py::test_a_path_may_lead_to_many_checkpoints",
-    "restore_params": "test_checkpoint.py::test_parameters_only_reads_neither_the_optimizer_nor_the_counters",
-    "save": "test_checkpoint.py::test_a_checkpoint_is_replaced_only_where_that_is_asked_for_and_nothing_else_ever",
+    "restore_params": "test_checkpoint.py::test_only_parameters_are_read",
+    "save": "test_checkpoint.py::test_only_overwrite_replaces_a_checkpoint",
     "scaled_lr": "test_schedules.py::test_the_rate_is_scaled_with_the_batch",
     "scan_layers": "test_layers.py::test_scanned_layers_are_the_plain_loop",
-    "shard_batches": "test_feed.py::test_global_arrays_hold_each_row_where_the_plan_wants_it",
+    "shard_batches": "test_feed.py::test_rows_are_sharded_as_the_plan_says",
     "value_and_grad": "test_value_and_grad.py::test_both_of_two_models_are_differentiated[manual]",
     "verify": "test_verify.py::test_a_step_that_keeps_the_contract",
     "warmup": "test_schedules.py::test_the_warmup_climbs_in_equal_increments_and_stays",
     "with_ema": "test_ema.py::test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters",
     "checkpoint": "test_tree_checkpoints.py::test_a_tree_is_restored_onto_another_plan",
-    "data": "test_order_properties.py::test_any_number_of_processes_reads_the_same_global_batches",
+    "data": "test_order_properties.py::test_processes_read_the_same_global_batches",
     "export": "test_hugging_face.py::test_an_exported_model_is_what_was_imported[llama]",
     "guard": "test_nonfinite.py::test_nan_in_the_batch_is_named_with_its_rows[zero3]",
     "models": "test_models.py::test_logits_are_those_of_a_plain_reference",
@@ -52,13 +52,13 @@ NAMES = {
 """The public names of `jdp`."""
 
 COMMANDS = {
-    "new": "test_new.py::test_a_new_file_is_the_shipped_experiment_under_its_own_name",
+    "new": "test_new.py::test_a_new_file_is_a_renamed_shipped_experiment",
     "train": "test_train.py::test_writes_what_it_promises",
     "plan": "test_foresee.py::test_people_get_tables_and_sentences",
     "verify": "test_foresee.py::test_verify_keeps_or_breaks",
     "prove": "test_prove.py::test_an_experiment_is_proven_as_it_is",
     "launch": "test_launch.py::test_processes_learn_who_they_are",
-    "generate": "test_generate.py::test_greedy_text_is_the_argmax_of_the_whole_forward_pass",
+    "generate": "test_generate.py::test_greedy_text_is_the_argmax_of_forward_passes",
     "report": "test_report.py::test_a_run_becomes_a_page",
     "why": "test_diagnosis.py::test_who_failed_first_is_named_and_not_who_lost_it",
     "doctor": "test_doctor.py::test_alone_with_eight_devices",
@@ -67,7 +67,7 @@ COMMANDS = {
 
 _EQUAL = "test_equivalence.py::test_equals_one_device"
 _BYTES = "test_traffic.py::test_the_chosen_partitioning_keeps_the_contract"
-_RESTORED = "test_checkpoint.py::test_a_state_is_restored_bit_by_bit_onto_any_plan"
+_RESTORED = "test_checkpoint.py::test_a_state_is_restored_onto_any_plan"
 CONTRACTS = {
     **{
         f"{strategy}, {partitioning}: the losses and weights of one device": f"{_EQUAL}[mlp-{strategy}-{partitioning}-{k}]"
@@ -85,16 +85,16 @@ CONTRACTS = {
         f"{case}: a checkpoint is restored onto any plan": f"{_RESTORED}[{case}]"
         for case in ("ddp-axes0", "zero1-axes4", "zero2-axes1", "zero3-axes3")
     },
-    "a damaged checkpoint is found, and the one before is restored": "test_flips.py::test_the_damaged_newest_is_set_aside_and_the_run_goes_on",
+    "a damaged checkpoint is found, and the one before is restored": "test_flips.py::test_the_damaged_newest_is_set_aside",
     "stop and resume are bitwise the undisturbed run": "test_train.py::test_stop_and_resume_is_bitwise_the_undisturbed_run",
-    "the same order of examples on any number of processes": "test_order_properties.py::test_any_number_of_processes_reads_the_same_global_batches",
+    "the same order of examples on any number of processes": "test_order_properties.py::test_processes_read_the_same_global_batches",
     "masks and initial weights are those of any mesh": "test_nnx.py::test_batch_statistics_are_global_and_masks_independent_of_the_mesh",
     "a loss that mixes examples is refused where it cannot be right": "test_loss_check.py::test_a_loss_that_is_no_sum_sees_all_rows_or_is_refused[contrastive]",
     "any pytree trains": "test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[linen]",
-    "any step is compared with its baseline, by source line": "test_programs.py::test_a_baseline_is_equal_until_a_line_sends_more",
-    "a user's mistake is one error and exit 2": "test_cli.py::test_a_users_mistake_is_one_error_on_stderr_and_exit_2",
+    "any step is compared with its baseline, by source line": "test_programs.py::test_a_baseline_notices_a_line_that_sends_more",
+    "a user's mistake is one error and exit 2": "test_cli.py::test_a_mistake_is_one_error_and_exit_2",
     "processes that are missing are named": "test_roll_call.py::test_who_is_missing_is_named_after_a_while_and_at_the_end_on_every_process",
     "a bad call is one error with the fix": "test_bad_calls.py::test_a_bad_call_is_one_error_with_the_fix",
-    "a wrong file is one line with key, rule, value and fix": "test_experiment.py::test_a_wrong_file_is_refused_in_one_line_with_key_rule_value_and_fix",
+    "a wrong file is one line with key, rule, value and fix": "test_experiment.py::test_a_wrong_file_is_refused_in_one_line",
 }
 """Lines of the design's contracts."""

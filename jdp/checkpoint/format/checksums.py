@@ -1,14 +1,10 @@
 """Checksums of every file of a checkpoint, which detect changes on disk when the checkpoint is read.
 
-The folder of a checkpoint has `checksums.json`, with the size and the XXH3 hash (128 bits) of each other file, from the
-bytes just written. Its first line is the hash of that table. This detects a flipped bit, a zeroed page, and a file that
-is truncated, missing or replaced. Files are checked, not arrays, so any mesh may read them. Errors in memory before the
-write, and intended changes of file and table, are not detected: the hash is not a signature.
-
-With several processes each hashes the arrays that it wrote, and process 0 the rest; each checks a share of the files.
+`checksums.json` has the size and the XXH3 hash (128 bits) of each other file; its first line is the hash of that table.
+Files are checked, not arrays, so any mesh may read them. Errors in memory before the write, and intended changes of
+file and table, are not detected: the hash is not a signature. With several processes each hashes the arrays that it
+wrote, and process 0 the rest; each checks a share of the files.
 """
-
-from __future__ import annotations
 
 import errno
 import json
@@ -110,7 +106,6 @@ def verify(
 
 
 def _problem(folder: Path, name: str, size: int, digest: str) -> str:
-    """Return the fault of a file, or ""."""
     try:
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             return f"{name} leads out of the checkpoint"
@@ -130,7 +125,6 @@ def _unread(name: str, error: OSError) -> str:
 
 
 def _hashed(file: Path) -> tuple[int, str]:
-    """Return the size and the hash of a file."""
     hasher, buffer, size = xxhash.xxh3_128(), memoryview(bytearray(_READ)), 0
     with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):

@@ -6,16 +6,9 @@ A checkpoint is a folder:
 - `checkpoint.json` has the table of their shapes and dtypes, the versions that wrote them, the record and the metrics.
 - `checksums.json` has the size and the hash of each file.
 
-It is independent of meshes, strategies, processes and container types. Reading takes a target, whose leaves give the
-path, shape, dtype and sharding of each array; only these are read into memory. A `Source` is the folder of a checkpoint
-(`stored`), or the copies in the hosts' memory. Reading has three phases:
-
-1. Compare the table with the target, leaf by leaf.
-2. Read the arrays.
-3. Put them into the target's tree.
+It is independent of meshes, strategies, processes and container types. Reading compares the table with a target, whose
+leaves give the path, shape, dtype and sharding of each array, and reads only these into memory.
 """
-
-from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Mapping, Sequence
@@ -44,14 +37,10 @@ _FOR_INFERENCE = ("params", "model_state")
 
 
 class Source(Protocol):
-    """A checkpoint to read. Every process calls each method.
-
-    Attributes:
-        folder: its location, for messages.
-    """
+    """A checkpoint to read: a folder, or copies in the hosts' memory. Every process calls each method."""
 
     @property
-    def folder(self) -> Path: ...
+    def folder(self) -> Path: ...  # for messages
 
     def table(self) -> dict[str, Any]:
         """Return the verified table of its leaves."""
@@ -76,7 +65,7 @@ def arrays_and_table(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_state(source: Source, target: Any) -> Any:
-    """Read a complete state, or any other tree, each leaf onto the sharding of `target`'s."""
+    """Read a complete state, or any other tree, each leaf onto the sharding of the target's."""
     content = Content.of(target)
     wanted, saved = content.leaves, _read_table(source, content.fields)
     _check_match(saved, _describe(wanted), source.folder)
@@ -156,7 +145,6 @@ def stored_form(leaf: Any, path: str) -> Any:
 
 
 def _describe(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Return the dtype and shape of each leaf as text: path -> "float32[4, 8]"."""
     return {path: text_of(leaf.dtype, leaf.shape) for path, leaf in leaves.items()}
 
 
@@ -185,7 +173,6 @@ def _check_match(
 
 
 def _path_in_field(path: str) -> str:
-    """Return a leaf's path without the name of its field."""
     return path.partition("/")[2]
 
 

@@ -4,8 +4,6 @@ Arrays are not compressed, because zstandard saves only 7% on trained float32 we
 processor time of all other work in both directions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Mapping
@@ -39,18 +37,17 @@ class Stored:
 
     def table(self) -> dict[str, Any]:
         """Verify and read the description, which has the table of leaves."""
-        self._verify(_is_description)
+        self._verify(lambda name: name == DESCRIPTION)
         with reading(str(self.folder), self._fix):
             self._description = json.loads((self.folder / DESCRIPTION).read_bytes())
         return self._description
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON object saved with the arrays; `table` has read it."""
         return self._description["record"]
 
     def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Verify the files of the arrays; read arrays onto these leaves, by path."""
-        self._verify(lambda name: not _is_description(name))
+        self._verify(lambda name: name != DESCRIPTION)
         if not wanted:
             return {}
         onto = ocp.checkpoint_utils.construct_restore_args(wanted)
@@ -68,19 +65,14 @@ class Stored:
             raise DamagedError(f"{self.folder} is damaged: {problem}. {self._fix}.", problem)
 
 
-def _is_description(name: str) -> bool:
-    return name == DESCRIPTION
-
-
 def is_checkpoint(folder: Path) -> bool:
-    """Return True if `folder` holds a complete checkpoint."""
     return (folder / checksums.COMMITTED).is_file() and (folder / ARRAYS).is_dir()
 
 
 def read_metrics(folder: Path) -> dict[str, float | None] | None:
     """Return the metrics saved with the arrays; None if they cannot be read, now or ever."""
     with contextlib.suppress(OSError):  # it is being deleted
-        if not checksums.verify(folder, _is_description):
+        if not checksums.verify(folder, lambda name: name == DESCRIPTION):
             return json.loads((folder / DESCRIPTION).read_bytes())["metrics"]
     return None
 

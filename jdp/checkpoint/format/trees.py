@@ -49,7 +49,6 @@ class Content:
 
     @staticmethod
     def of_state(state: TrainState, fields: Sequence[str]) -> Content:
-        """Return these fields of a train state."""
         return Content({name: getattr(state, name) for name in fields}, lambda filled: replace(state, **filled))
 
     def filled(self, leaves: Mapping[str, Any]) -> Any:
@@ -88,7 +87,6 @@ def text_of(dtype: Any, shape: Sequence[int]) -> str:
 
 
 def number_of(state: Any, step: Any) -> int:
-    """Return the number under which a state or a tree is saved."""
     if isinstance(state, TrainState):
         own = int(state.consumed)
         if step not in (None, own):
@@ -129,7 +127,6 @@ def to_json(value: Any, name: str) -> Any:
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:
-    """Check that every leaf has values that can be written."""
     for path, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise CheckpointError(
@@ -162,7 +159,6 @@ def ignored_names(names: Mapping[str, Sequence[str]], ignore: Sequence[str], fil
 
 
 def needed_but_ignored(path: str) -> CheckpointError:
-    """Return the error for an `ignore` that skips an array that the model needs."""
     return CheckpointError(
         f"`ignore` must not skip arrays that the model needs; the model has {path}. Remove it from `ignore`, or add "
         f"{path!r} to `missing` to keep the target's value."
@@ -180,6 +176,5 @@ def check_kept(kept: Mapping[str, Any], file: Path) -> None:
 
 
 def check_sharding(leaf: Any, path: str) -> None:
-    """Check that a leaf of a target can be read onto."""
     if getattr(leaf, "sharding", None) is None:
         raise UserError(f"Every leaf of a target needs a sharding; {path} has none. Use jdp.abstract_state(...).")

@@ -1,17 +1,9 @@
 """The copies of a run's state in its hosts' memory: two generations, one of them always complete.
 
-Saving, every few steps:
-
-1. Wait until the previous generation is committed on every process. If one process cannot copy, all stop copying,
-   because a partial generation is useless.
-2. Remove the generations of earlier visits, but keep the newest until this visit has a complete one.
-3. Copy this process' parts, and the parts from the neighbouring host, into the slot with the older generation.
-4. In the background, hash them and write the index.
-
-The next start finds the generations that are complete over all hosts. The end of the run removes the folder.
+A save waits until the previous generation is committed on every process. Then it copies this process' parts and those
+of the neighbouring host into the slot with the older generation. They are hashed in the background. If one process
+cannot copy, all stop, because a partial generation is useless. The next start finds generations complete on all hosts.
 """
-
-from __future__ import annotations
 
 import math
 import secrets
@@ -47,7 +39,6 @@ _PINNED_FOR = ("gpu", "cuda", "tpu")
 
 
 def check_every(steps: int) -> None:
-    """Raise ValueError if `keep_in_memory` is not a number of steps."""
     if not is_integer(steps) or steps < 0:
         raise UserError(f"keep_in_memory is a number of steps, 0 or more; given {steps!r}. 0 keeps no copies.")
 
@@ -78,7 +69,7 @@ class MemoryCopies:
         return [step for step, _ in self._found]
 
     def due(self, step: int | None) -> bool:
-        """Return True if the state at this step, or (None) at this call, must be copied."""
+        """Return True if the state at this step, or (None) at this call, is to be copied."""
         self._calls += 1
         return (self._calls if step is None else step) % self._every == 0
 
@@ -208,7 +199,6 @@ class MemoryCopies:
         return Generation(shared, parts, self._found[key], self._folder.path)
 
     def _open(self, name: str) -> RunFolder:
-        """Open the run's folder on this host."""
         me = jax.process_index()
         folder = _together("the run's folder in memory", lambda: RunFolder(name, str(self._directory), me))
         self._folder, self._slots = folder, [Slot(folder.path, self._visit, me, number) for number in range(2)]

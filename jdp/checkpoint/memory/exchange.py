@@ -1,14 +1,9 @@
 """Reads a generation: this host's parts from its memory, other parts from the hosts that have them.
 
-1. Each process verifies the parts that it needs from this host, and publishes the numbers of missing parts.
-2. For each missing part, one process of a host that has it puts the bytes into its buffer.
-3. The devices add up the buffers of all processes: at each byte all but one are zero.
-
-`read_parts` puts parts of any grid onto the shards of any sharding; `received` sends each device's parts to a device of
-the next host.
+Each process verifies the parts that it needs from this host, and publishes the numbers of missing parts. One process of
+a host that has a missing part puts its bytes into a buffer. The devices add up the buffers of all processes; at each
+byte all but one are zero. `received` sends each device's parts to a device of the next host.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
@@ -87,12 +82,7 @@ _THREADS = 4
 
 
 class Generation:
-    """A generation that is complete over all hosts, as a `content.Source`.
-
-    Attributes:
-        folder: the folder in memory.
-        from_others: bytes that came from other hosts.
-    """
+    """A generation that is complete over all hosts, as a `content.Source`."""
 
     def __init__(
         self,
@@ -103,16 +93,14 @@ class Generation:
     ) -> None:
         """Make it from the entries of its index, this host's parts, and the parts on the host of each process."""
         self.folder, self._head, self._parts, self._suppliers = folder, head, parts, suppliers
-        self._grids = {path: Grid.of(*fields) for path, fields in head["grids"].items()}
+        self._grids = {path: Grid(*fields) for path, fields in head["grids"].items()}
         self._fetched = dict[int, np.ndarray]()
-        self.from_others = 0
+        self.from_others = 0  # bytes
 
     def table(self) -> dict[str, Any]:
-        """Return the table of leaves, as in a checkpoint."""
         return dict(self._head["table"])
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON object saved with the state."""
         return dict(self._head["record"])
 
     def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:

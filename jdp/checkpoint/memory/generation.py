@@ -4,8 +4,6 @@ Each visit of a process writes into two slots in turn, so one generation is alwa
 memory and its mapping, because a new page costs more than copying one.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -51,17 +49,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of one process' parts of one step.
-
-    Attributes:
-        key: the generation.
-        head: the entries that all processes share, by `head`.
-        parts: number -> part, of this process.
-    """
+    """The index of one process' parts of one step."""
 
     key: Key
-    head: Mapping[str, Any]
-    parts: Mapping[int, Part]
+    head: Mapping[str, Any]  # the entries that all processes share
+    parts: Mapping[int, Part]  # by number
 
 
 class Slot:
@@ -87,7 +79,6 @@ class Slot:
         return [self._mapped[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]
 
     def commit(self, head: Mapping[str, Any], numbers: Iterable[int], parts: Sequence[np.ndarray]) -> None:
-        """Hash the parts and write the index, which commits them."""
         offsets = _offsets([part.size for part in parts])
         rows = [
             [number, offset, part.size, xxhash.xxh3_64_hexdigest(part.data)]
@@ -121,7 +112,6 @@ def indexes(folder: Path) -> dict[Path, Index]:
 
 
 def remove(file: Path) -> None:
-    """Remove a file of parts, and its index."""
     _index_of(file).unlink(missing_ok=True)
     file.unlink(missing_ok=True)
 
@@ -132,7 +122,6 @@ def packed(value: Any) -> str:
 
 
 def unpacked(text: str) -> Any:
-    """Return the value in a text of `packed`."""
     return json.loads(zlib.decompress(base64.b85decode(text)))
 
 

@@ -5,8 +5,6 @@ was removed and started again finds nothing of the old one. Each process holds a
 run is refused. A later run removes unused folders.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math
@@ -106,7 +104,6 @@ class RunFolder:
         )
 
     def remove(self) -> None:
-        """Remove the folder at the end of the run."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
@@ -124,11 +121,9 @@ def _unusable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def _is_held(lock: Path) -> bool:
-    handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
+    with lock.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False

@@ -5,8 +5,6 @@ single host is also sent to the next host, so losing a host loses nothing. Under
 nothing is sent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,54 +24,35 @@ class Grid:
     """An array's shape and dtype, the shape of its parts, and the number of its first part."""
 
     dtype: str
-    shape: tuple[int, ...]
-    chunk: tuple[int, ...]
+    shape: Sequence[int]
+    chunk: Sequence[int]
     first: int
-
-    @staticmethod
-    def of(dtype: str, shape: Sequence[int], chunk: Sequence[int], first: int) -> Grid:
-        """Return the grid with these fields, as JSON has them."""
-        return Grid(dtype, tuple(shape), tuple(chunk), first)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of parts along each dimension."""
         return tuple(size // part for size, part in zip(self.shape, self.chunk, strict=True))
 
     @property
     def part_bytes(self) -> int:
-        """The bytes of one part."""
         return math.prod(self.chunk) * np.dtype(self.dtype).itemsize
 
     def number(self, index: Index) -> int:
-        """Return the number of the part at these indices."""
         place = [(each.start or 0) // part for each, part in zip(index, self.chunk, strict=True)]
         return self.first + (int(np.ravel_multi_index(place, self.counts)) if place else 0)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of all arrays, and this process' share of the writing.
+    """The parts of all arrays, and this process' share of the writing. A part is a path, its number and a device."""
 
-    Attributes:
-        grids: path -> grid, in the order of the parts' numbers.
-        total: number of parts.
-        own: the parts that this process writes from its devices: path, number, device.
-        kept: the parts of the previous host that this process keeps, as `neighbour` delivers them.
-        sent: paths of the arrays with parts to send.
-        alone: paths of the arrays with parts on one host that no other host gets.
-        route: pairs of places in the mesh, from a device to a device of the next host.
-        host_bytes: bytes of one generation on the fullest host.
-    """
-
-    grids: Mapping[str, Grid]
-    total: int
-    own: Sequence[tuple[str, int, Device]]
-    kept: Sequence[tuple[str, int, Device]]
-    sent: Sequence[str]
-    alone: Sequence[str]
-    route: tuple[tuple[int, int], ...]
-    host_bytes: int
+    grids: Mapping[str, Grid]  # by path, in the order of the parts' numbers
+    total: int  # number of parts
+    own: Sequence[tuple[str, int, Device]]  # that this process writes from its devices
+    kept: Sequence[tuple[str, int, Device]]  # of the previous host, that this process keeps
+    sent: Sequence[str]  # paths of the arrays with parts to send
+    alone: Sequence[str]  # paths of the arrays with parts on one host that no other host gets
+    route: tuple[tuple[int, int], ...]  # pairs of places in the mesh: a device, and a device of the next host
+    host_bytes: int  # of one generation on the fullest host
 
 
 def layout(arrays: Mapping[str, Any], hosts: Sequence[int], me: int) -> Layout:
@@ -81,7 +60,7 @@ def layout(arrays: Mapping[str, Any], hosts: Sequence[int], me: int) -> Layout:
     grids, first = dict[str, Grid](), 0
     for path, x in arrays.items():
         chunk = x.shape if isinstance(x, np.ndarray) else x.sharding.shard_shape(x.shape)
-        grids[path] = Grid.of(str(x.dtype), x.shape, chunk, first)
+        grids[path] = Grid(str(x.dtype), x.shape, chunk, first)
         first += math.prod(grids[path].counts)
     mesh = next((x.sharding.mesh for x in arrays.values() if _is_on_mesh(x)), None)
     route = () if mesh is None else _route(mesh, hosts)

@@ -33,7 +33,6 @@ class Table:
         return kind(value)
 
     def choice(self, key: str, among: Mapping[str, Any], default: str | None = None) -> Any:
-        """Return the value of `among` for a word."""
         value = self._or_default(key, default)
         if not isinstance(value, str) or value not in among:
             raise self.wrong(key, " or ".join(among), value)
@@ -60,7 +59,6 @@ class Table:
         return default if value is None else value
 
     def wrong(self, key: str, rule: str, value: object) -> CheckpointError:
-        """Return the error for a value that breaks a rule."""
         return CheckpointError(
             f"{self.file}: {self.place}{key} must be {rule} for a model that jdp builds; given {shortened(value)}. "
             "Use such a model, or correct the file."
@@ -84,7 +82,6 @@ def read_json(file: Path) -> Any:
 
 
 def write_json(file: Path, keys: Mapping[str, Any]) -> None:
-    """Write a JSON file."""
     try:
         file.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

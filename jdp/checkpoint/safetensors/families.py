@@ -1,19 +1,9 @@
 """The model types of Hugging Face that `jdp.models.GPT` computes, with the keys of their `config.json`: a table.
 
-| model_type | differs from Llama in                        | its own keys                                       |
-|------------|----------------------------------------------|----------------------------------------------------|
-| gpt2       | learned positions, layer norms, biases, gelu | n_embd, n_layer, ...                               |
-| llama      |                                              | rope_scaling of Llama 3.1                          |
-| mistral    | a window in all layers                       | sliding_window                                     |
-| qwen2      | biases of queries, keys and values           | use_sliding_window, which must be false            |
-| qwen3      | norms of query and key heads                 | as Qwen2                                           |
-
 `Family.keys` are read into fields of `GPTConfig` and written from them. A missing key has the default of `transformers`
 (5.23). Values that a GPT cannot have are refused. So are unknown keys, unless they are empty or do not change the
 computation (`INERT`).
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,32 +33,22 @@ def is_inert(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """A model type.
-
-    Attributes:
-        keys: the keys that are fields of `GPTConfig`.
-        defaults: field -> the value for a file without its key, which also sets the type; None: a whole number.
-        activations: word in the file -> activation; the first of several words is written.
-        only: key -> the values that a GPT can have; the first is the default.
-        unused: keys without effect on models with these values.
-    """
-
     name: str  # in its authors' spelling
     architecture: str  # the class of `transformers`
-    keys: Mapping[str, str]
+    keys: Mapping[str, str]  # key -> field of `GPTConfig`
+    # field -> the value for a file without its key, which also sets the type; None: a whole number
     defaults: Mapping[str, Any]
-    activations: Mapping[str, str]
+    activations: Mapping[str, str]  # word in the file -> activation; the first of several words is written
     always: Mapping[str, object]  # fields with the same value in all its models
+    # key -> the values that a GPT can have; the first is the default
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, tuple[object, ...]])
-    unused: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()  # keys without effect on models with these values
 
     @property
     def rotary(self) -> bool:
-        """Whether positions are rotary."""
         return self.always["positions"] == "rotary"
 
     def read(self, table: Table) -> dict[str, Any]:
-        """Return the arguments of `GPTConfig`."""
         for key, allowed in self.only.items():
             table.require(key, *allowed)
         found = dict[str, Any]()
@@ -93,7 +73,6 @@ class Family:
         return found
 
     def written(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the keys of a `config.json` for a model of this family."""
         words = [word for word, activation in self.activations.items() if activation == config.activation]
         values = {"kv_heads": config.key_value_heads, "head_dim": config.head_width, "mlp_width": config.hidden_width}
         values |= {"activation": words[0] if words else None}
@@ -101,10 +80,7 @@ class Family:
         keys |= {key: allowed[0] for key, allowed in self.only.items() if allowed[0] is not None}
         if self.rotary:
             scaling = {"rope_type": "llama3", **{key: getattr(config, field) for field, key in _SCALING.items()}}
-            keys |= {
-                "rope_theta": config.rope_theta,
-                "rope_scaling": None if config.rope_factor is None else scaling,
-            }
+            keys |= {"rope_theta": config.rope_theta, "rope_scaling": None if config.rope_factor is None else scaling}
         return keys
 
 

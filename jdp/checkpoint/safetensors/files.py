@@ -1,13 +1,9 @@
 """Files of tensors. The `safetensors` package reads and checks one file; this module writes, shards and indexes them.
 
 A file is the length of its header in eight bytes, the header in JSON, and the tensors without gaps. A large model is
-several files and an index, as in Hugging Face's libraries: `model-00001-of-00002.safetensors`, ...,
-`model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}. jdp's files have "jdp" in
-their metadata; other shards and indexes are neither replaced nor removed. Anyone may have written an index, so its
-names must stay in its folder.
+several files and an index, as in Hugging Face's libraries. jdp's files have "jdp" in their metadata; other shards and
+indexes are neither replaced nor removed. Anyone may have written an index, so its names must stay in its folder.
 """
-
-from __future__ import annotations
 
 import functools
 import glob
@@ -52,10 +48,8 @@ class Stored:
 
     file: Path
     name: str
-    source: Any
-    """The package's slice of the file."""
-    rows: int | None = None
-    """If more than in the file, the other rows are their mean; None: those of the file."""
+    source: Any  # the package's slice of the file
+    rows: int | None = None  # if more than in the file, the other rows are their mean; None: those of the file
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,7 +59,6 @@ class Stored:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype in the file."""
         code = str(self.source.get_dtype())
         if code not in _DTYPES:
             raise CheckpointError(
@@ -98,7 +91,6 @@ def in_rows(stored: Stored) -> Iterator[np.ndarray]:
 
 
 def check_writable(specs: Specs) -> None:
-    """Check that a file can hold tensors of these names and dtypes."""
     if _METADATA_NAME in specs:
         raise CheckpointError(f"A file reserves the name {_METADATA_NAME}; a tensor has it. Rename the tensor.")
     for name, spec in specs.items():
@@ -214,7 +206,6 @@ def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def _is_own(file: Path) -> bool:
-    """Return True if jdp wrote a shard or an index."""
     if file.is_symlink():
         return False
     try:
@@ -225,7 +216,6 @@ def _is_own(file: Path) -> bool:
 
 
 def _open(file: Path) -> dict[str, Stored]:
-    """Open one file and return its tensors by name."""
     try:
         source = safe_open(file, framework="numpy")
         return {name: Stored(file, name, source.get_slice(name)) for name in source.keys()}  # noqa: SIM118

@@ -1,40 +1,9 @@
 """The names of Hugging Face's GPT-2, and of Llama and its relatives, for the parameters of `jdp.models.GPT`.
 
-GPT-2 (`transformers` GPT2LMHeadModel; its maps are Conv1D, [in, out] as ours):
-
-| file                                              | jdp                                                           |
-|---------------------------------------------------|---------------------------------------------------------------|
-| transformer.wte.weight, transformer.wpe.weight    | embed/tokens, embed/positions                                 |
-| transformer.h.N.ln_1, ln_2 .weight .bias          | layers/attention_norm, mlp_norm /scale /bias                  |
-| transformer.h.N.attn.c_attn.weight .bias          | layers/attention/query, key, value side by side /kernel /bias |
-| transformer.h.N.attn.c_proj                       | layers/attention/output                                       |
-| transformer.h.N.mlp.c_fc, c_proj                  | layers/mlp/up, down                                           |
-| transformer.ln_f                                  | final_norm                                                    |
-| lm_head.weight [vocab, width], untied models only | head/kernel, transposed                                       |
-
-Llama (LlamaForCausalLM; its maps are nn.Linear, [out, in], so transposed; the rotary pairing is the same):
-
-| file                                                             | jdp                                        |
-|------------------------------------------------------------------|--------------------------------------------|
-| model.embed_tokens.weight                                        | embed/tokens                               |
-| model.layers.N.input_layernorm, post_attention_layernorm .weight | layers/attention_norm, mlp_norm /scale     |
-| model.layers.N.self_attn.q_proj, k_proj, v_proj .weight          | layers/attention/query, key, value /kernel |
-| model.layers.N.self_attn.o_proj.weight                           | layers/attention/output/kernel             |
-| model.layers.N.mlp.gate_proj, up_proj, down_proj .weight         | layers/mlp/gate, up, down /kernel          |
-| model.norm.weight                                                | final_norm/scale                           |
-| lm_head.weight, untied models only                               | head/kernel                                |
-
-Mistral, Qwen2 and Qwen3 have the same names, plus the following if the configuration has these options:
-
-| option   | file                                                  | jdp                                          |
-|----------|-------------------------------------------------------|----------------------------------------------|
-| qkv_bias | model.layers.N.self_attn.q_proj, k_proj, v_proj .bias | layers/attention/query, key, value /bias     |
-| qk_norm  | model.layers.N.self_attn.q_norm, k_norm .weight       | layers/attention/query_norm, key_norm /scale |
-
-`layers/...` is index N of a stack in a scanned model, and `layers/N/...` in an unrolled one.
+GPT-2's maps are Conv1D, [in, out] as jdp's; query, key and value are joined. Llama's are nn.Linear, [out, in], so
+transposed; the rotary pairing is the same. Mistral, Qwen2 and Qwen3 have Llama's names, plus those of `qkv_bias` and
+`qk_norm`. `layers/...` is index N of a stack in a scanned model, and `layers/N/...` in an unrolled one.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -56,8 +25,8 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
     Raises:
         ValueError: the configuration is of another architecture.
     """
-    _require(config, "GPT-2", positions="learned", activation=("gelu", "gelu_exact"), norm="layer", bias=True)
-    _require(config, "GPT-2", qk_norm=False)
+    gelus = "gelu", "gelu_exact"
+    _require(config, "GPT-2", positions="learned", activation=gelus, norm="layer", bias=True, qk_norm=False)
     if config.key_value_heads != config.heads:
         raise UserError(
             f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}. Write your own "
@@ -137,7 +106,7 @@ LLAMA_MAPS = {
 
 
 def _llama_vectors(config: GPTConfig) -> dict[str, str]:
-    """Return the scales and biases of a layer: their names in the file -> jdp's."""
+    """Return the norms' scales and the biases of a layer: their names in the file -> jdp's."""
     vectors = {"input_layernorm.weight": "attention_norm/scale", "post_attention_layernorm.weight": "mlp_norm/scale"}
     for short, name in (("q", "query"), ("k", "key"), ("v", "value")):
         if config.qkv_bias:

@@ -6,8 +6,6 @@ names refuses weights whose configuration differs from the model's (`differences
 (`written`). Anything that `jdp.models.GPT` cannot compute is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
@@ -147,5 +145,4 @@ def _resolved(config: GPTConfig) -> GPTConfig:
 
 
 def _toml(value: object) -> str:
-    """Return the value in the syntax of an experiment file."""
     return "none" if value is None else json.dumps(value)

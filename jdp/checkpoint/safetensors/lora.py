@@ -1,7 +1,5 @@
 """Adds LoRA's updates to their kernels: a plain model for other libraries."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

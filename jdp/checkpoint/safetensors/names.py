@@ -4,8 +4,6 @@ A tensor is one `Part` or several, joined along their last dim; a part is a comp
 stacked parameter. A tensor may be stored transposed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +59,6 @@ class Names:
 
 
 def resolve(names: Names | Mapping[str, str | Tensor] | None, leaves: Mapping[str, Any]) -> Names:
-    """Return the names as a `Names`."""
     if names is None:
         return Names({path.replace("/", "."): Tensor((Part(path),)) for path in leaves})
     if isinstance(names, Names):
@@ -102,6 +99,5 @@ def file_shape(tensor: Tensor, leaves: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def part_shape(part: Part, leaves: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of a part, before it is joined and transposed."""
     shape = tuple(leaves[part.path].shape)
     return shape if part.layer is None else shape[1:]

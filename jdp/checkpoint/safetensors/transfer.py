@@ -5,8 +5,6 @@ tensor at a time, and with several processes each device one complete parameter 
 shard as a slice of the file, and nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -60,8 +60,6 @@ class Pictures(ABC):
 
 @dataclass(frozen=True)
 class Frame:
-    """The size and channels of all samples."""
-
     # (height, width) in pixels; None: no resizing, so all pictures must have the same size
     size: tuple[int, int] | None
     channels: int  # 1 (grey), 3 (red, green, blue) or 4 (and opacity)
@@ -69,7 +67,7 @@ class Frame:
     def decode(self, content: bytes, part: Part | None = None) -> NDArray[np.uint8]:
         """Return an encoded picture as uint8 [height, width, channels]; raise ValueError if its values have 32 bits.
 
-        part: the part to resize; None: the largest centred part of these proportions.
+        Without `part`, the largest centred part of these proportions is resized.
         """
         with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
             if image.mode in _UNCLEAR:
@@ -82,10 +80,7 @@ class Frame:
         return values if values.ndim == 3 else values[:, :, None]
 
     def fit(self, values: NDArray[np.uint8], part: Part | None = None) -> NDArray[Any]:
-        """Fit values [height, width, channels] to the size and channels; resized values are float32.
-
-        part: as for `decode`.
-        """
+        """Fit values [height, width, channels] to the size and channels; resized values are float32."""
         have = values.shape[2]
         if have != self.channels and (have, self.channels) != (1, 3):
             raise UserError(f"its {have} channels cannot become {self.channels}: set channels = {have}")

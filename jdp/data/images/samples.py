@@ -1,9 +1,7 @@
 """Images with classes, decoded in the reading threads.
 
-1. Find the pictures and their labels: digits, an .npz, or a data set for `datasets`.
-2. Split them into training and held-out pictures by a hash of their encoded bytes (jdp.data.held_out), unless the
-   source has a held-out set.
-3. Return a sample: one picture, decoded, fitted to the size (`decode.py`) and normalised, with its class and weight.
+The pictures are split into training and held-out pictures by a hash of their encoded bytes, unless the source has a
+held-out set. A sample is one picture, fitted to the size and normalised, with its class and weight.
 """
 
 import math
@@ -33,7 +31,6 @@ class Normalised:
     std: tuple[float, ...]  # of each channel, positive
 
     def __call__(self, values: NDArray[Any], most: float) -> NDArray[np.float32]:
-        """Return normalised values: float32 [height, width, channels]."""
         mean, std = np.asarray(self.mean), np.asarray(self.std)
         images = np.multiply(values, (1 / (most * std)).astype(np.float32), dtype=np.float32)
         images -= (mean / std).astype(np.float32)
@@ -66,12 +63,7 @@ class ImageSamples:
         return self._sample(index, self.frame, None)
 
     def part(self, index: int, part: Part) -> NumpyBatch:
-        """Return a sample from a part of the picture, resized to the shape.
-
-        Args:
-            index: of the sample.
-            part: gets the height and width of the picture in pixels; returns left, top, right and bottom of the part.
-        """
+        """Return a sample from a part of the picture, resized to the shape."""
         return self._sample(index, replace(self.frame, size=self.shape[:2]), part)
 
     def _sample(self, index: int, frame: Frame, part: Part | None) -> NumpyBatch:
@@ -223,7 +215,6 @@ def image_data(
 
 
 def _constants(key: str, given: float | Sequence[float], channels: int) -> tuple[float, ...]:
-    """Return the mean or standard deviation of each channel."""
     values = (float(given),) * channels if isinstance(given, int | float) else tuple(map(float, given))
     if len(values) != channels or not all(map(math.isfinite, values)) or (key == "std" and min(values) <= 0):
         rule = "positive numbers" if key == "std" else "numbers"

@@ -1,11 +1,8 @@
 """Open the pictures of a source, to split later, or of a training and a held-out source.
 
-Pictures may be arrays: an .npz of "images" and "labels", or the handwritten digits of scikit-learn. The digits are
-1,797 grey pictures of 8x8 in ten classes, without a download: NIST's, collected and reduced by E. Alpaydin and
-C. Kaynak (UCI Machine Learning Repository, 1998).
-
-Or `datasets` reads rows with a column of encoded pictures and a column of labels. A picture is in its row, or in a file
-that the row names. Reading a sample reads either by random access.
+Pictures may be arrays: an .npz of "images" and "labels", or scikit-learn's handwritten digits (NIST's, reduced by
+E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998). Or `datasets` reads rows with a column of encoded
+pictures and a column of labels; a picture is in its row, or in a file that the row names.
 """
 
 import os
@@ -32,8 +29,6 @@ LABEL_NAMES = ("label", "labels", "fine_label", "class", "cls")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ArrayPictures(Pictures):
-    """Pictures in memory."""
-
     images: NDArray[np.uint8]  # [pictures, height, width, channels]
 
     def name_of(self, index: int, /) -> str:
@@ -71,13 +66,9 @@ def open_pictures(
     *,
     classes: tuple[str, ...] | None = None,
 ) -> tuple[Pictures, int]:
-    """Return the pictures of a source, and their number of channels.
+    """Return the pictures of a source, numbered by its classes or the given ones, and their number of channels.
 
-    Args:
-        source: "digits", an .npz or "hf:…".
-        image: the column of pictures; None: chosen by type or name.
-        label: the column of labels; None: chosen by type or name.
-        classes: class names that number the labels; None: those of the source.
+    `image` and `label` name the columns; None: chosen by type or name.
     """
     if str(source).startswith(HF):
         return hub_pictures(str(source), image, label, classes=classes), 3
@@ -108,8 +99,6 @@ def open_pictures(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HubPictures(Pictures):
-    """Pictures in rows."""
-
     contents: Any  # a `pyarrow.ChunkedArray` of bytes; null if the picture is in a file
     paths: Any  # a `pyarrow.ChunkedArray` of the files' paths
 
@@ -143,14 +132,7 @@ class HubPictures(Pictures):
 def hub_pictures(
     source: str, image: str | None, label: str | None, *, classes: tuple[str, ...] | None = None
 ) -> HubPictures:
-    """Return the pictures of a split.
-
-    Args:
-        source: "hf:…".
-        image: the column of pictures; None: the only one.
-        label: the column of labels; None: the only column of classes, or a column with a usual name.
-        classes: class names that number the labels; None: those of the data set.
-    """
+    """Return the pictures of a split. The label is the only column of classes, or has a usual name."""
     datasets, pc = optional("datasets", source), optional("pyarrow.compute", source)
     optional("PIL", source)  # reports a missing package now, not in a reading thread
     split, data = hub_data(source)
@@ -179,7 +161,6 @@ def hub_pictures(
 
 
 def _chosen(what: str, key: str, given: str | None, found: list[str], columns: list[str], name: str) -> str:
-    """Return the column to read. Raises ValueError if it does not exist, or the choice is ambiguous."""
     if given in columns:
         return given
     if given is None and len(found) == 1:

@@ -34,7 +34,6 @@ def text_files(entries: Sequence[PathLike]) -> list[Path]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return all of a file. Raises ValueError if the system refuses to read it."""
     try:
         check_regular(path)
         return path.read_bytes()
@@ -43,7 +42,6 @@ def read_file(path: Path) -> bytes:
 
 
 def unreadable(error: OSError, path: Path | None = None) -> str:
-    """Return the message for an unreadable file or directory."""
     return (
         f"all of the data must be readable; given {path or error.filename}, {error.strerror or error}: "
         "fix its permissions, or leave it out"
@@ -51,12 +49,7 @@ def unreadable(error: OSError, path: Path | None = None) -> str:
 
 
 def read_by_datasets(path: Path, file: str | os.PathLike[str] | None = None) -> str:
-    """Return the end of an error: how to write a source that jdp does not read itself.
-
-    Args:
-        path: the given path.
-        file: one of its files; None: the path itself.
-    """
+    """Return the end of an error: how to write a path that jdp does not read itself; `file` is one of its files."""
     builder = builder_of(Path(file or path).name)
     if builder is not None:
         return f'write "{HF}{builder}:{path}", which `datasets` reads'

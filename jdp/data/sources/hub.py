@@ -42,8 +42,6 @@ _STREAM_ROWS = 1024  # read at a time
 
 @dataclass(frozen=True, eq=False)
 class HubRows:
-    """The rows of one split."""
-
     name: str  # of the data set, with its split
     identity: str  # identifies the content
     size: int | None  # in bytes; None: unknown before reading
@@ -248,13 +246,7 @@ _LOOKS = {
 
 
 def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) -> None:
-    """Raise ValueError for a missing column, and report unread columns that look like ids or weights.
-
-    Args:
-        name: name of the source.
-        columns: its columns.
-        read: key -> column to read.
-    """
+    """Raise ValueError for a missing column of `read` (by key); report unread ones that look like ids or weights."""
     for key, column in read.items():
         if column not in columns:
             shown = ", ".join(columns[:20]) + ", …" * (len(columns) > 20)
@@ -276,7 +268,7 @@ def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) ->
 
 
 def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:
-    """Import the module `package` and return it."""
+    """Return the module `package`, imported."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

@@ -1,10 +1,8 @@
 """Find, read and tokenise the documents of a source, in the same order on every process.
 
-1. Find the files of text (jdp.data.sources.files), sorted by path; then the data sets that `datasets` reads
-   (jdp.data.sources.hub), in the given order.
-2. A file of text is one document of any bytes, so no encoding can be wrong. A row is one document in UTF-8.
-   `id_rows.py` reads rows of ids, which were tokenised before.
-3. Read and tokenise some documents at a time. Errors name their file and row.
+The order is the files of text, sorted by path, then the data sets that `datasets` reads, in the given order. A file is
+one document of any bytes, so no encoding can be wrong; a row is one document in UTF-8. Some documents are read and
+tokenised at a time. `id_rows.py` reads rows of ids, which were tokenised before.
 """
 
 import functools
@@ -79,7 +77,6 @@ def text_tokens(source: PathLike | Sequence[PathLike], field: str, tokenizer: To
 
 
 def find_text(source: PathLike | Sequence[PathLike]) -> Found:
-    """Find the text of a source without reading it."""
     name, words, data_sets = entries(source)
     return Found(name, tuple(text_files(words)), data_sets)
 

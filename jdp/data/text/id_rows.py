@@ -106,8 +106,6 @@ def _lists_of_column(column: Any, field: str, name: str) -> Lists:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Unchecked rows."""
-
     values: Mapping[str, Lists]  # by key
     columns: Mapping[str, str]
     name: str

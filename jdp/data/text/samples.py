@@ -1,13 +1,9 @@
 """Text as samples of fixed length, by random access.
 
-1. Read the documents (`documents.py`) and tokenize them (`tokenizers.py`): by default a byte is a token.
-2. Split them into training and held-out text (jdp.data.held_out) by a hash of their content, for any tokenizer.
-3. Join a side's documents end to end, each closed by a separator, in one array of the smallest unsigned integer type:
-   the only copy. It is in memory, or for 64 MiB of text and more in files (`sides.py`), with the same samples. Reading
-   a sample makes int32 rows.
-4. Cut it into samples: anywhere ("stream"), or documents side by side ("documents"). In a
-   stream, the last target of a sample is the first token of the next, so every token but the first is a target exactly
-   once.
+Documents are tokenised, split into training and held-out text by a hash of their content, and joined end to end, each
+closed by a separator, in one array of the smallest unsigned integers: in memory, or for 64 MiB of text and more in
+files. It is cut into samples anywhere ("stream"), or documents side by side ("documents"). In a stream, the last target
+of a sample is the first token of the next, so every token but the first is a target exactly once.
 """
 
 import functools

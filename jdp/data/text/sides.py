@@ -1,12 +1,9 @@
 """Tokens split into training and held-out sides, in memory or in files that every process of a host maps.
 
-1. Documents are read and tokenised some at a time, split by their content, and appended to their side.
-2. If a side stays empty, the tail of each document is held out; for rows with weights, the row nearest to that side.
-3. For text larger than memory, one process writes files while the other processes of the host wait for its lock, which
-   ends with the process. A complete folder of files gets its final name: a hash of the source's files (path, size,
-   time), the tokenizer and the split. So a restarted run finds it without reading text.
-4. Samples are copied from the mapping, and its pages released now and then. They stay in the kernel's page cache, one
-   copy for all processes of the host, so a process' memory does not grow as it reads.
+Documents are split by their content; if a side stays empty, the tail of each document is held out, or the row with
+weights nearest to that side. For text larger than memory, one process writes files while the other processes of the
+host wait for its lock, which ends with the process. A complete folder gets its final name: a hash of the source's files
+(path, size, time), the tokenizer and the split. So a restarted run finds it without reading text.
 
 A folder holds index.json, and for each side SIDE.tokens, SIDE.bounds, and SIDE.weights if rows have weights. Tokens
 are the smallest unsigned integers that hold the vocabulary, little-endian, documents end to end. Bounds are int64: the
@@ -123,7 +120,6 @@ def _opened(folder: Path, dtype: np.dtype[Any], vocab_size: int) -> TextSides | 
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> TokenArray:
-    """Return one side, from its files."""
     tokens, weights = path.with_suffix(".tokens"), path.with_suffix(".weights")
     return TokenArray(
         MappedTokens(tokens, dtype) if tokens.stat().st_size else np.zeros(0, dtype),
@@ -206,7 +202,6 @@ class _Side:
         return " ".join(digest.hexdigest() for digest in self._digests.values())
 
     def finished(self) -> TokenArray:
-        """Return all documents."""
         if self._path is not None:
             for file in self._files.values():
                 file.flush()

@@ -28,10 +28,9 @@ _MAPPED_BYTES = 2**25  # mapped bytes before all are released
 
 
 class MappedTokens:
-    """Tokens, or their weights, in a memory-mapped file. A slice is a copy; reading does not grow the process.
+    """Tokens, or their weights, in a memory-mapped file. A slice is a copy, and pages are released now and then.
 
-    Attributes:
-        dtype: dtype of a token.
+    They stay in the kernel's page cache, one copy for all processes of the host, so no process grows as it reads.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
@@ -55,7 +54,6 @@ class MappedTokens:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
         return self._tokens.nbytes
 
 

@@ -281,7 +281,7 @@ def _bos(tokenizer: Any, vocabulary: dict[str, int], file: Path) -> tuple[int | 
 
 
 def _ends(vocabulary: dict[str, int], file: Path, separator: int) -> tuple[int, ...]:
-    """Return the separator, the ids named in the model's files beside the tokenizer, and the chat template's."""
+    """Return the separator, and the ids that the model's files beside the tokenizer and its chat template name."""
     _, named = _named(file, "eos_token_id", _OF_MODEL)
     of_model = [token for token in (named if isinstance(named, list) else [named]) if token in vocabulary.values()]
     _, template = _named(file, "chat_template")

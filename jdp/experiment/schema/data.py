@@ -3,10 +3,30 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Single, Source, named
+from jdp.experiment.keys import OnlyFor
+from jdp.experiment.schema.fields import (
+    NONE,
+    AboveZero,
+    Count,
+    MaybeSource,
+    Part,
+    PathText,
+    Section,
+    Source,
+    named,
+)
 from jdp.experiment.schema.make import Made
+from jdp.experiment.schema.model import Learns
+
+
+def _read_for(*kinds: Learns) -> OnlyFor:
+    """Mark a key that is read for these kinds of data."""
+    return OnlyFor(" and ".join(kinds), lambda x: x.kind in kinds, ", and {x.model.chosen} learns {x.kind}")
+
+
+_TEXT = _read_for("text")
 
 
 class Ingredient(Section):
@@ -15,7 +35,7 @@ class Ingredient(Section):
 
     source: Source
     """As data.source."""
-    weight: Annotated[float, Field(gt=0), Single] = 1.0
+    weight: AboveZero = 1.0
     """Share of the samples, relative to the other ingredients."""
     field: str | None = None
     """As data.field; none = the same."""
@@ -35,35 +55,39 @@ class Data(Made):
     while fetching it, here the first 100000 rows. Tokens of 64 MiB of text or more are cached below JDP_CACHE_DIR
     (~/.cache/jdp). Paths are relative to the experiment file, on the command line to the working directory. "none" with
     [data.mixture.NAME]."""
-    mixture: dict[str, Ingredient] = Field(default={})
+    mixture: Annotated[dict[str, Ingredient], named("text"), _read_for("text", "images")] = Field(default={})
     """Several sources of text, or of images with the same classes, mixed by weight; replaces source."""
-    field: str | None = None
+    field: Annotated[str | None, OnlyFor("text and arrays", lambda x: x.data.ids is None, ", not data.ids")] = None
     """Column or array to learn from; none = the usual: "text", the only images, "features"."""
-    label: str | None = None
-    """Column or array of the classes (images, features); none = the usual: the only classes, "labels"."""
-    ids: str | None = None
+    label: Annotated[str | None, _read_for("images", "features")] = None
+    """Column or array of the classes; none = the usual: the only classes, "labels"."""
+    ids: Annotated[str | None, _TEXT] = None
     """Column or array of token ids in place of text, such as "input_ids" in "hf:parquet:PATH" or an .npz.
     experiments/prepare/ makes them from text and chats."""
-    weights: str | None = None
+    weights: Annotated[str | None, _TEXT] = None
     """With ids: column of each token's weight as a target, 0 to 1, such as "loss_mask"; none = all count."""
-    labels: str | None = None
+    labels: Annotated[str | None, _TEXT] = None
     """With ids, in place of weights: column that repeats the ids, with -100 for tokens that do not count."""
-    attention_mask: str | None = None
+    attention_mask: Annotated[str | None, _TEXT] = None
     """With ids: column that is 0 at padding tokens, which are left out."""
-    tokenizer: PathText = "bytes"
+    tokenizer: Annotated[PathText, _TEXT] = "bytes"
     """Tokenizer of text: "bytes", or a tokenizer.json of Hugging Face tokenizers or its folder; paths as in source.
     Default: the tokenizer in the folder of a model "hf:FOLDER", else bytes. With ids: the tokenizer that made them."""
-    packing: Literal["stream", "documents"] = "stream"
+    packing: Annotated[Literal["stream", "documents"], _TEXT] = "stream"
     """How documents fill a sample: end to end and cut anywhere; or whole, each with its own attention and positions."""
-    length: Count = 0
+    length: Annotated[Count, _TEXT] = 0
     """Tokens per sample; 0 = the model's context."""
-    heldout: PathText | None = None
-    """Separate held-out set (images, features), named as in source; none = heldout_fraction of the source."""
+    heldout: Annotated[
+        PathText | None,
+        _read_for("images", "features"),
+        OnlyFor("one source", lambda x: not x.data.mixture, ", not [data.mixture.NAME]"),
+    ] = None
+    """Separate held-out set, named as in source; none = heldout_fraction of the source."""
     heldout_fraction: Part = 0.05
     """Share of the data held out for evaluation, chosen by content."""
     shuffle: bool = True
     """Reshuffle the training samples each epoch."""
-    augment: Literal["crop", "resized_crop"] | None = None
+    augment: Annotated[Literal["crop", "resized_crop"] | None, _read_for("images")] = None
     """Crop training images at random and flip half of them from left to right, anew each epoch. "crop", for small
     images: pad each side with an eighth of black pixels, then crop to the image's size. "resized_crop", for
     photographs: at least 8 % of the area, aspect ratio 3:4 to 4:3, resized to model.image_size. none = neither."""
@@ -77,22 +101,13 @@ class Data(Made):
             return {**table, "source": None}
         return table
 
-    @field_validator("mixture")
-    @classmethod
-    def _names(cls, mixture: dict[str, Ingredient]) -> dict[str, Ingredient]:
-        named("text", mixture)
-        return mixture
-
     @property
     def knows_text(self) -> bool:
         """Whether the tokenizer of the tokens is known: not for an .npz, nor for ids without a tokenizer."""
-        return self.tokenizer != BYTES if self.ids else not any(source.endswith(ARRAYS) for source in self.sources)
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """All sources, including the mixture's."""
-        given = [self.source, *(text.source for text in self.mixture.values())]
-        return tuple(word for source in given for word in words_of(source))
+        if self.ids:
+            return self.tokenizer != BYTES
+        sources = [self.source, *(text.source for text in self.mixture.values())]
+        return not any(word.endswith(ARRAYS) for source in sources for word in words_of(source))
 
 
 def words_of(source: str | tuple[str, ...] | None) -> tuple[str, ...]:

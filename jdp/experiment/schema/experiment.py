@@ -1,12 +1,4 @@
-"""The keys of an experiment file: strict, frozen models, each field with its line of `jdp train --help-all`.
-
-fields.py     the kinds of value
-model.py      [model]
-data.py       [data], [data.mixture.NAME], [eval.NAME]
-optimizer.py  [loss], [optimizer]
-train.py      [train] with the metrics of evaluations, [sample], [guard]
-rules.py      the rules between the keys
-this file     the whole file
+"""The whole experiment file.
 
 The constructor checks everything that depends neither on the devices nor on the data. `jdp.experiment.file` checks
 the devices, `jdp.experiment.data` the data.
@@ -20,6 +12,7 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from jdp.base.errors import UserError
 from jdp.base.words import DtypeName, Encoding, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
+from jdp.experiment.keys import OnlyFor
 from jdp.experiment.schema.data import Data, EvalSet
 from jdp.experiment.schema.fields import CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import Model, UnknownModel, model_table
@@ -55,7 +48,9 @@ class Experiment(Section):
     "auto": "overlap" on several GPUs), or a table of XLA's options, such as
     { xla_gpu_enable_while_loop_double_buffering = true }. Options unknown to the devices' compiler are dropped and
     reported."""
-    wire: Encoding | None = None
+    wire: Annotated[
+        Encoding | None, OnlyFor('partitioning = "manual", where jdp sends', lambda x: x.partitioning != "auto")
+    ] = None
     """Encoding of gradients on slow links: "bf16" (2 bytes) or "int8" (1); none = the dtype of `reduce`. Sums are
     fp32."""
     buckets: Annotated[int, Field(ge=1, le=2**40)] | None = None
@@ -70,13 +65,23 @@ class Experiment(Section):
     for none: ["", "model"]. `*` matches slashes too; the first matching pattern counts."""
     model: SerializeAsAny[Model]
     data: Annotated[Data, Field(validate_default=True)] = Data()
-    eval: dict[str, EvalSet] = Field(default={})
+    eval: Annotated[
+        dict[str, EvalSet],
+        named("data set"),
+        OnlyFor("data that jdp reads", lambda x: not x.data.make, ", not data.make"),
+    ] = Field(default={})
     """Further data sets to evaluate on."""
     loss: LossTable = LossTable()
     optimizer: Optimizer = Optimizer()
     train: Train
     guard: Guard = Guard()
-    sample: Sample | None = None
+    sample: Annotated[
+        Sample | None,
+        OnlyFor(
+            "a GPT and text with a known data.tokenizer",
+            lambda x: x.model.is_gpt and x.kind == "text" and x.data.knows_text,
+        ),
+    ] = None
 
     @field_validator("mesh")
     @classmethod
@@ -101,12 +106,6 @@ class Experiment(Section):
         if model is None or model.kind != "text" or data.make or data.length:
             return data
         return data.model_copy(update={"length": model.config.context})
-
-    @field_validator("eval")
-    @classmethod
-    def _eval_names(cls, sets: dict[str, EvalSet]) -> dict[str, EvalSet]:
-        named("data set", sets)
-        return sets
 
     @property
     def eval_metrics(self) -> tuple[str, ...]:

@@ -110,6 +110,7 @@ _BOOL_OR_AUTO = 'must be true, false, or "auto", which leaves it to jdp'
 Whole = AfterValidator(lambda value: _require(value, abs(value) <= _MOST_INT, _WHOLE))
 Single = AfterValidator(_single)
 Positive = Annotated[int, Field(ge=1), Whole]
+AboveZero = Annotated[float, Field(gt=0), Single]
 Count = Annotated[int, Field(ge=0), Whole]
 Fraction = Annotated[float, Field(ge=0, le=1), Single]
 Part = Annotated[float, Field(gt=0, lt=1), Single]
@@ -159,10 +160,14 @@ class Section(BaseModel):
         return tuple(value) if isinstance(value, list) else value
 
 
-def named(kind: str, table: Mapping[str, Any]) -> None:
-    """Check the names of subtables such as [eval.NAME]."""
-    for name in table:
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
-            raise UserError(
-                f"has a {kind} named {cut(repr(name))}: a name is letters, digits, dashes and underscores, up to 100"
-            )
+def named(kind: str) -> AfterValidator:
+    """Check the names of a field's subtables, such as [eval.NAME]."""
+
+    def check(table: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in table:
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
+                rule = "a name is letters, digits, dashes and underscores, up to 100"
+                raise UserError(f"has a {kind} named {cut(repr(name))}: {rule}")
+        return table
+
+    return AfterValidator(check)

@@ -13,9 +13,9 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, ModelWrapValidatorHandler, PrivateAttr, ValidationInfo, model_validator
 
 from jdp.base.errors import UserError
 from jdp.base.machine import jax_has_started
@@ -115,10 +115,18 @@ def users_traceback(error: BaseException) -> str:
     return "\n".join(f"  {line}" for line in lines[-_MOST_LINES:])
 
 
+def _function_name(make: str) -> str:
+    module, _, function = make.partition(":")
+    if not re.fullmatch(r"[A-Za-z_]\w{0,99}", function):
+        raise UserError('must be "package.module:function"')
+    package_name(module)
+    return make
+
+
 class Made(Section):
     """A table with jdp's own keys; or with `make`, the keys of `_shared`, and the function's keywords."""
 
-    make: str | None = None
+    make: Annotated[str, AfterValidator(_function_name)] | None = None
     """"package.module:function": your function in place of jdp's; the other keys of the table are its keywords. The
     package is imported only if --plugin names it on the command line."""
 
@@ -127,16 +135,6 @@ class Made(Section):
     _arguments: ClassVar[tuple[str, ...]] = ()
     """What jdp passes to the function by position."""
     _keywords: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
-
-    @field_validator("make")
-    @classmethod
-    def _check_make(cls, make: str | None) -> str | None:
-        if make is not None:
-            module, _, function = make.partition(":")
-            if not re.fullmatch(r"[A-Za-z_]\w{0,99}", function):
-                raise UserError('must be "package.module:function"')
-            package_name(module)
-        return make
 
     @model_validator(mode="wrap")
     @classmethod

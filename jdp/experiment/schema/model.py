@@ -71,6 +71,11 @@ class Model(Made):
         return "features" if self._config_type is MLPConfig else "images"
 
     @property
+    def is_gpt(self) -> bool:
+        """Whether it is a GPT of jdp's."""
+        return isinstance(self.config, GPTConfig)
+
+    @property
     def chosen(self) -> str:
         """The key that chooses the model, and its value, for messages."""
         return f"model.make = {self.make!r}" if self.make else f"model.name = {self.name!r}"

@@ -1,10 +1,10 @@
 """The rules between the keys of an experiment file: a line for each broken rule, with keys, rule, value and fix.
 
+The fields of the schema name their readers (`OnlyFor`); here are the check of these, and the rules on values.
 `x` is an `Experiment`, whose module imports this one. The parts that are made from an experiment check the rest: the
 plan its [rules], the reader its columns.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,20 +13,11 @@ from pydantic import BaseModel
 from jdp.base.toml import brief
 from jdp.base.words import nearest
 from jdp.core.sharding.axes import REPLICA
+from jdp.experiment.keys import OnlyFor
 from jdp.experiment.schema.data import ARRAYS, words_of
 from jdp.experiment.schema.model import NEEDED
-from jdp.experiment.schema.train import BITS_PER_BYTE, OF_TEXT, USED_BY, tops
-from jdp.models.configs import GPTConfig
+from jdp.experiment.schema.train import BITS_PER_BYTE, tops
 
-_READ_FOR: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("ids", "weights", "labels", "attention_mask", "tokenizer", "packing", "length"), ("text",)),
-    "mixture": ("text", "images"),
-    "augment": ("images",),
-    **dict.fromkeys(("label", "heldout"), ("images", "features")),
-}
-"""Key of [data] -> the kinds of data for which it is read."""
-_USERS = {key: [name for name, used in USED_BY.items() if key in used] for keys in USED_BY.values() for key in keys}
-"""Key of [optimizer] -> the optimizers that read it. The other keys apply to all: jdp makes the rate, and clips."""
 _TAKES = {
     "text": 'a GPT learns text: write source = "stdlib", or name files or folders of text',
     "images": 'a ResNet or ViT learns images: write source = "digits", "hf:imagefolder:FOLDER", or an .npz',
@@ -42,35 +33,19 @@ def broken_rules(x: Any) -> Iterator[str]:
     elif model.kind and (missing := [key for key in NEEDED[model.kind] if not hasattr(model.config, key)]):
         yield f"{model.chosen} learns {model.kind} and lacks the keywords {', '.join(missing)}: add them to it"
     else:  # the other rules need these
-        yield from (*_unread(x), *_contradictions(x))
+        yield from (*_unread(x, x), *_contradictions(x))
 
 
-def _unread(x: Any) -> Iterator[str]:
+def _unread(x: Any, table: BaseModel, prefix: str = "") -> Iterator[str]:
     """Yield a line for each key that is set although nothing reads it: the file would not describe the run."""
-    kind, gpt, metrics = x.kind, isinstance(x.model.config, GPTConfig), x.train.eval_metrics
-    learns, name = f"{x.model.chosen} learns {kind}", x.optimizer.name
-    scored = kind != "own" and not x.loss.make and (gpt or kind != "text" or not tops(metrics))
-    for key, is_read, reader in [
-        *((f"data.{key}", kind in kinds, f"{' and '.join(kinds)}, and {learns}") for key, kinds in _READ_FOR.items()),
-        *((f"optimizer.{key}", name in users, f"{', '.join(users)}, not {name}") for key, users in _USERS.items()),
-        ("optimizer.final_lr_fraction", x.optimizer.schedule != "constant", "the schedules cosine and linear"),
-        ("data.heldout", not x.data.mixture, "one source, not [data.mixture.NAME]"),
-        ("data.field", x.data.ids is None, "text and arrays, not data.ids"),
-        ("eval", not x.data.make, "data that jdp reads, not data.make"),
-        ("loss.metrics", x.loss.make, "loss.make"),
-        ("sample", gpt and kind == "text" and x.data.knows_text, "a GPT and text with a known data.tokenizer"),
-        ("train.eval_metrics", scored, "jdp's own losses, which are cross-entropies"),
-        ("train.eval_metrics", kind == "text" or not {*OF_TEXT} & {*metrics}, f"text ({', '.join(OF_TEXT)})"),
-        ("train.export", gpt, "a GPT"),
-        ("train.export_dtype", x.train.export, "train.export"),
-        ("wire", x.partitioning != "auto", 'partitioning = "manual", where jdp sends'),
-    ]:
-        *path, last = key.split(".")
-        table = functools.reduce(getattr, path, x)
-        value = getattr(table, last)
-        if not is_read and value != type(table).model_fields[last].default:
-            shown, given = (f"[{key}]", "") if isinstance(value, BaseModel | dict) else (key, f"; given {brief(value)}")
-            yield f"{shown} is for {reader}{given}: remove it"
+    for name, field in type(table).model_fields.items():
+        key, value = f"{prefix}{name}", getattr(table, name)
+        shown, ending = (f"[{key}]", "") if isinstance(value, BaseModel | dict) else (key, f"; given {brief(value)}")
+        for only in (rule for rule in field.metadata if isinstance(rule, OnlyFor)):
+            if value != field.default and not only.is_read(x):
+                yield f"{shown} is for {only.readers}{only.instead.format(x=x)}{ending}: remove it"
+        if isinstance(value, BaseModel):
+            yield from _unread(x, value, f"{key}.")
 
 
 def _contradictions(x: Any) -> Iterator[str]:

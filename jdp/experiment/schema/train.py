@@ -9,7 +9,9 @@ from pydantic import Field, PlainValidator
 from jdp.base.errors import UserError
 from jdp.base.toml import cut
 from jdp.base.words import nearest
+from jdp.experiment.keys import OnlyFor
 from jdp.experiment.schema.fields import (
+    AboveZero,
     Address,
     Batches,
     Best,
@@ -54,6 +56,12 @@ def tops(metrics: Sequence[str]) -> dict[str, int]:
     return accuracy | {name: int(match[1]) for name, match in matches.items() if match}
 
 
+def _measures(x: Any) -> bool:
+    """Return True if jdp's own loss gives the metrics; it ranks the tokens of its GPTs, and all classes."""
+    ranks = x.model.is_gpt or x.kind != "text"
+    return x.kind != "own" and not x.loss.make and (ranks or not tops(x.train.eval_metrics))
+
+
 class Train(Section):
     """[train]: which parameters, how long, how much at a time, how often."""
 
@@ -81,7 +89,11 @@ class Train(Section):
     eval_batches: Batches = 10
     """Largest number of batches that an evaluation reads of each data set: always the same random ones; "all" = every
     example once."""
-    eval_metrics: EvalMetrics = ()
+    eval_metrics: Annotated[
+        EvalMetrics,
+        OnlyFor("jdp's own losses, which are cross-entropies", _measures),
+        OnlyFor(f"text ({', '.join(OF_TEXT)})", lambda x: x.kind == "text" or not {*OF_TEXT} & {*x.train.eval_metrics}),
+    ] = ()
     """Metrics besides the loss. Text: "perplexity", "bits_per_byte" (of UTF-8), and "accuracy" of the next token. Text
     and classes: "top5_accuracy" (or another number): how often the label is among the five most likely."""
     stop_after: Count = 0
@@ -96,11 +108,13 @@ class Train(Section):
     keep_best: Best = False
     """Also keep the checkpoint of the best evaluation: true (by eval_loss), or a metric. Larger is better for
     accuracies, smaller for all other metrics."""
-    export: Literal["hf"] | None = None
+    export: Annotated[Literal["hf"] | None, OnlyFor("a GPT", lambda x: x.model.is_gpt)] = None
     """"hf" writes the model to export/ in the run's folder at the end of training, in Hugging Face's format: the best
     checkpoint with keep_best, else the last; averaged weights if the run has them, LoRA's updates added. none = no
     export."""
-    export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    export_dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, OnlyFor("train.export", lambda x: x.train.export)
+    ] = None
     """Dtype of the weights in the export; none = that of the Hugging Face model in train.init_from, else fp32."""
 
     @property
@@ -147,19 +161,12 @@ class Guard(Section):
         return 12 * self.deadline_seconds
 
 
-USED_BY: dict[str, tuple[str, ...]] = {
-    "adamw": ("b1", "b2", "eps", "weight_decay"),
-    "adam": ("b1", "b2", "eps"),
-    "lion": ("b1", "b2", "weight_decay"),
-    "sgd": ("momentum", "weight_decay"),
-    "adafactor": ("momentum", "weight_decay"),
-    "lamb": ("b1", "b2", "eps", "weight_decay"),
-    "lars": ("momentum", "weight_decay"),
-    "rmsprop": ("b2", "eps", "momentum"),
-    "adagrad": ("eps",),
-    "muon": ("beta", "adam_lr", "b1", "b2", "eps", "weight_decay"),
-}
-"""Optimizer -> the keys that it reads. Others are refused, because the file would not describe the run."""
+RuleName = Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"]
+
+
+def _used_by(*names: RuleName) -> OnlyFor:
+    """Mark a key that these update rules read."""
+    return OnlyFor(", ".join(names), lambda x: x.optimizer.name in names, ", not {x.optimizer.name}")
 
 
 class Optimizer(Made):
@@ -169,34 +176,37 @@ class Optimizer(Made):
     _shared: ClassVar = ("lr", "warmup_steps", "schedule", "final_lr_fraction", "ema_decay", "clip_norm")
     _arguments: ClassVar[tuple[str, ...]] = ("schedule",)
 
-    name: Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"] = "adamw"
+    name: RuleName = "adamw"
     """The update rule."""
-    lr: Annotated[float, Field(gt=0), Single] = 3e-4
+    lr: AboveZero = 3e-4
     """Peak learning rate."""
     warmup_steps: Count = 0
     """Steps over which the rate rises linearly to its peak."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up, until the last step."""
-    final_lr_fraction: Fraction = 0.0
-    """Final learning rate as a share of the peak (cosine, linear)."""
-    weight_decay: Annotated[float, Field(ge=0), Single] = 0.0
-    """Weight decay; not applied to biases and norm scales (adamw, lion, sgd, adafactor, lamb, lars, muon). Decoupled
-    from the gradient, except in lars."""
-    b1: Decay = 0.9
-    """Decay of the first moment (adamw, adam, lion, lamb, muon)."""
-    b2: Decay = 0.999
-    """Decay of the second moment (adamw, adam, lion, lamb, rmsprop, muon)."""
-    eps: Annotated[float, Field(gt=0), Single] = 1e-8
-    """Added to the denominator (adamw, adam, lamb, rmsprop, adagrad, muon)."""
-    momentum: Decay = 0.0
-    """Momentum (sgd, adafactor, lars, rmsprop); muon's is beta."""
-    beta: Decay = 0.95
-    """Decay of the momentum that is orthogonalized, a Nesterov momentum (muon)."""
-    adam_lr: Annotated[float, Field(gt=0), Single] | None = None
-    """Peak learning rate of AdamW for all parameters except hidden matrices (muon); none = lr."""
+    final_lr_fraction: Annotated[
+        Fraction, OnlyFor("the schedules cosine and linear", lambda x: x.optimizer.schedule != "constant")
+    ] = 0.0
+    """Final learning rate as a share of the peak."""
+    weight_decay: Annotated[
+        float, Field(ge=0), Single, _used_by("adamw", "lion", "sgd", "adafactor", "lamb", "lars", "muon")
+    ] = 0.0
+    """Weight decay; not applied to biases and norm scales. Decoupled from the gradient, except in lars."""
+    b1: Annotated[Decay, _used_by("adamw", "adam", "lion", "lamb", "muon")] = 0.9
+    """Decay of the first moment."""
+    b2: Annotated[Decay, _used_by("adamw", "adam", "lion", "lamb", "rmsprop", "muon")] = 0.999
+    """Decay of the second moment."""
+    eps: Annotated[AboveZero, _used_by("adamw", "adam", "lamb", "rmsprop", "adagrad", "muon")] = 1e-8
+    """Added to the denominator."""
+    momentum: Annotated[Decay, _used_by("sgd", "adafactor", "lars", "rmsprop")] = 0.0
+    """Momentum; muon's is beta."""
+    beta: Annotated[Decay, _used_by("muon")] = 0.95
+    """Decay of the momentum that is orthogonalized, a Nesterov momentum."""
+    adam_lr: Annotated[AboveZero | None, _used_by("muon")] = None
+    """Peak learning rate of AdamW for all parameters except hidden matrices; none = lr."""
     ema_decay: Decay | None = None
     """Decay of a moving average of the parameters, used by evaluations and samples; none = no average."""
-    clip_norm: Annotated[float, Field(gt=0), Single] | None = None
+    clip_norm: AboveZero | None = None
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
 
@@ -207,9 +217,9 @@ class LossTable(Made):
     _shared: ClassVar[tuple[str, ...]] = ("metrics",)
     _arguments: ClassVar[tuple[str, ...]] = ("model", "batch", "rng")
 
-    metrics: tuple[str, ...] = ()
-    """With make: names in jdp.Loss.metrics for early stopping and the best checkpoint. Larger is better for names that
-    end in "accuracy", smaller for all others."""
+    metrics: Annotated[tuple[str, ...], OnlyFor("loss.make", lambda x: x.loss.make)] = ()
+    """Names in jdp.Loss.metrics for early stopping and the best checkpoint. Larger is better for names that end in
+    "accuracy", smaller for all others."""
 
     @property
     def chosen(self) -> str:

@@ -1,18 +1,14 @@
 """Metrics of a run: `metrics.jsonl` for programs, TensorBoard events and W&B for people; written by process 0 only.
 
 `metrics.jsonl` has one JSON object a line: {"step": 10, "time": 1718000000.1, "loss": 2.3, ...}, flushed as written.
-JSON has no NaN and no infinity: such a value is null, and its text under "nonfinite", as in
-{"loss": null, "nonfinite": {"loss": "nan"}}; `read` restores it.
+JSON has no NaN and no infinity: such a value is null, and its text under "nonfinite"; `read` restores it.
 
-A run that resumes from step s writes the steps after s again, and `Metrics(folder, resumed_step=s)` first removes the
-rows that an earlier process wrote for them. Each visit has its own event file, which begins with a record that makes
-TensorBoard forget those steps in older files (`purge_step` of its writers). If the checkpoint of s precedes its
-evaluation, each visit that resumes there evaluates again: `replace_evaluation` keeps only one of the rows. The
-half-written last row of a killed writer is dropped.
+A run that resumes from step s writes the steps after s again: `Metrics(folder, resumed_step=s)` first removes the rows
+of an earlier process, and begins an event file that makes TensorBoard forget them. If the checkpoint of s precedes its
+evaluation, each visit that resumes there evaluates again, and `replace_evaluation` keeps one of the rows.
 
-Weights & Biases (optional) gets a copy of the rows. The folder's trackers.json has its name for this run, so a resumed
-run continues the same curves. It starts before the first step, and a failure then is an error. A later failure is
-reported once, and the run continues with its local files. The package is imported only on request.
+Weights & Biases (optional) gets a copy of the rows; trackers.json names its run, which a resumed run continues. It
+starts before the first step, and a failure then is an error; a later one is reported once.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -112,7 +107,7 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         code = error.code if isinstance(error, SystemExit) else int(error is not None)
         self.close(code if isinstance(code, int) else 1)
 

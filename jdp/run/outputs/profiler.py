@@ -8,7 +8,6 @@ the run ends earlier, by a signal or an error.
 import contextlib
 import re
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -73,7 +72,7 @@ class Profile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._running:
             self._annotation.close()
             self._stop()

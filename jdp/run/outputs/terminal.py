@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 import jax
@@ -35,7 +34,7 @@ class Display:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def step(self, step: int) -> None:

@@ -79,7 +79,7 @@ for seed in range(kills):
 """
 
 
-def test_killed_at_any_moment_of_saving_a_run_loses_nothing_that_was_committed(tmp_path):
+def test_a_kill_loses_nothing_committed(tmp_path):
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",

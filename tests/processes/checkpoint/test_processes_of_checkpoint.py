@@ -37,7 +37,7 @@ def program(tmp_path, s3_server, text):
     return str(tmp_path / "program.py"), os.environ | s3_server | {"PYTHONPATH": paths}
 
 
-def test_a_kill_in_the_middle_of_a_copy_leaves_the_one_before(bucket, s3_server, tmp_path):
+def test_a_kill_leaves_the_earlier_copy(bucket, s3_server, tmp_path):
     file, environment = program(tmp_path, s3_server, KILLED)
     ended = subprocess.run([sys.executable, file, str(tmp_path / "one"), bucket], env=environment, check=False)
     assert ended.returncode == -signal.SIGKILL

@@ -63,7 +63,7 @@ def run_steps(checkout, *, target=None):
 
 
 @pytest.mark.rest
-def test_a_pull_request_that_sends_more_fails_with_a_table(tmp_path):
+def test_a_pull_request_sending_more_fails(tmp_path):
     code, summary = run_steps(pull_request(tmp_path, MEAN), target="cpu:4")
     assert code == 1, summary
     first, _, table = summary.partition("\n")
@@ -83,7 +83,7 @@ def test_for_described_gpus_moved_lines_are_equal(tmp_path):
 
 
 @pytest.mark.rest
-def test_the_first_pull_request_has_nothing_to_compare_with(tmp_path):
+def test_the_first_pull_request_has_no_baseline(tmp_path):
     code, summary = run_steps(pull_request(tmp_path, COMMENT, on_main=False), target="cpu:4")
     assert code == 0, summary
     assert "on data=4 for `cpu:4`" in summary

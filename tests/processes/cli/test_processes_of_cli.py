@@ -1,45 +1,16 @@
 """What `jdp.cli` does in processes of its own."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from paths import ROOT
-from tiny_experiment import SMALL
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> str:
-    path = tmp_path / "small.toml"
-    path.write_text(SMALL)
-    return str(path)
-
-
-def jdp_command(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "jdp", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def test_help_takes_no_jax():
     program = "import sys; from jdp.cli.main import main; main(['train', '--help']); sys.exit('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "") and "--train.steps" in done.stdout
-
-
-def test_the_real_command_says_a_mistake_once(file: str):
-    done = jdp_command("train", file, "--devices", "3", JAX_PLATFORMS="cpu")
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith("error: train.batch_size must divide by data=3 × train.accumulate=1 = 3")
-    assert done.stderr.count("\n") == 1
 
 
 STREAMS = {
@@ -54,7 +25,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize(("line", "said", "code"), STREAMS.values(), ids=STREAMS)
-def test_what_stands_around_the_command_is_no_traceback(line: str, said: str, code: int):
+def test_what_stands_around_the_command_is_no_traceback(line, said, code):
     command = f"set -o pipefail; {line.format(f'{sys.executable} -m jdp')}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr, done.stdout) == (code, said, "")

@@ -52,7 +52,7 @@ def trained(name, folder, **given):
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_a_note_says_what_it_trains_on_what_at_which_cost_and_what_to_expect(name):
+def test_a_note_has_its_command_and_parts(name):
     note = (EXPERIMENTS / f"{name}.toml").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     assert all(line.startswith("#") for line in note)
     command = next(number for number, line in enumerate(note) if line.startswith("#   jdp train experiments/"))
@@ -84,7 +84,7 @@ def test_pre_training_reads_text_with_its_tokenizer(name, tmp_path, capsys):
 
 
 @pytest.mark.rest
-def test_pre_training_goes_on_with_a_models_own_tokenizer_and_leaves_an_export(tmp_path, capsys):
+def test_continued_pre_training_leaves_an_export(tmp_path, capsys):
     """On a folder of text, and on rows of JSONL; the rate rises to its peak again; the export writes text."""
     write_llama(tmp_path / "llama", ["<|end_of_text|>"], TEXTS)
     (tmp_path / "texts").mkdir()
@@ -108,7 +108,7 @@ def test_pre_training_goes_on_with_a_models_own_tokenizer_and_leaves_an_export(t
 
 
 @pytest.mark.rest
-def test_lora_starts_from_a_run_and_watches_what_is_forgotten(tmp_path):
+def test_lora_watches_what_is_forgotten(tmp_path):
     (tmp_path / "old.txt").write_text("\n".join(TEXTS))
     (tmp_path / "new.txt").write_text("\n".join(f"Another tale, the {number}th: " * 6 for number in range(60)))
     small = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.kv_heads": 1, "model.context": 32}
@@ -175,7 +175,7 @@ ATOL = 5e-5
 @pytest.mark.rest
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_model_of_hugging_face_starts_with_its_loss_and_leaves_as_one(tmp_path, family, form):
+def test_a_hugging_face_model_round_trip(tmp_path, family, form):
     run = fine_tuned(tmp_path, family, form)
     losses = rows(run, "loss")
     assert losses[1] == pytest.approx(STORED[family]["loss"], rel=3e-6)  # transformers', rounded to 1e-6

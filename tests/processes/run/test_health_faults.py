@@ -132,7 +132,7 @@ def test_both_processes_keep_their_rows_of_the_batch(folder):
             assert np.isnan(batch["batch/features"]).all() == (rank == 1)
 
 
-def test_a_flipped_bit_ends_the_run_on_every_process_and_the_next_one_has_the_bits_of_a_calm_one(folder):
+def test_a_flipped_bit_ends_the_run_everywhere(folder):
     """Of four copies in two processes one is wrong from step 5 on, and the comparison before step 6's save finds it."""
     said = [results(folder, rank)["wrong device"] for rank in (0, 1)]
     assert said[0] == said[1] and "given after step 6 device " in said[0]

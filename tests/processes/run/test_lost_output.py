@@ -5,10 +5,10 @@ import pty
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 from own_process import environment
+from own_streams import streams
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, stopped_at, train
 
@@ -20,24 +20,6 @@ def file(tmp_path):
     return write_points(tmp_path, points_text(tables(train={"steps": 6, "batch_size": 16, "log_every": 1})))
 
 
-@contextmanager
-def streams(stdout, stderr):
-    """This process has these descriptors as its output, as one that a shell has started."""
-    kept = [os.dup(number) for number in (1, 2)]
-    for number, given in ((1, stdout), (2, stderr)):
-        os.dup2(given, number)
-        os.close(given)
-    with pytest.MonkeyPatch.context() as patched:
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            patched.setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
-        try:
-            yield
-        finally:
-            for number, before in zip((1, 2), kept, strict=True):
-                os.dup2(before, number)
-                os.close(before)
-
-
 def without_a_reader():
     read, write = os.pipe()
     os.close(read)
@@ -46,7 +28,7 @@ def without_a_reader():
 
 @pytest.mark.parametrize("lost", ["Broken pipe", "No space left on device"])
 @pytest.mark.default_ids("Broken pipe")
-def test_a_run_goes_on_to_its_end_without_its_output(file, tmp_path, lost):
+def test_a_run_ends_without_its_output(file, tmp_path, lost):
     stdout = without_a_reader() if lost == "Broken pipe" else os.open("/dev/full", os.O_WRONLY)
     with streams(stdout, os.open(tmp_path / "stderr", os.O_WRONLY | os.O_CREAT)):
         code, folder = train(file)
@@ -56,7 +38,7 @@ def test_a_run_goes_on_to_its_end_without_its_output(file, tmp_path, lost):
     assert "rror" not in said
 
 
-def test_a_terminal_that_is_closed_is_a_signal_and_the_run_saves(file):
+def test_a_run_saves_when_its_terminal_closes(file):
     """The progress bar, the last words and the notices go to the terminal, which answers each with EIO."""
     terminal, ours = pty.openpty()
     with streams(os.dup(ours), ours), stopped_at(3, signal.SIGHUP) as patched:
@@ -72,7 +54,7 @@ def test_a_terminal_that_is_closed_is_a_signal_and_the_run_saves(file):
     assert code == 75 and saved_steps(folder) == [3] and list(rows(folder, "loss")) == [1, 2, 3]
 
 
-def test_launch_lets_its_processes_save_when_its_terminal_is_closed(tmp_path):
+def test_launch_waits_for_saves_without_a_terminal(tmp_path):
     """They may take longer than the terminal: the launcher stays until they have ended."""
     program = 'trap "sleep 0.5; echo saved > saved; exit 75" TERM; while :; do echo row; sleep 0.02; done'
     command = [sys.executable, "-m", "jdp", "launch", "-n", "1", "--", "sh", "-c", program]

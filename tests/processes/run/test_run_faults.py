@@ -113,7 +113,7 @@ def storm(tmp_path_factory):
 
 
 @pytest.mark.rest
-def test_a_signal_to_one_process_stops_all_at_the_same_place(storm):
+def test_a_signal_stops_all_processes_together(storm):
     """In training after step 3, in an evaluation at its second batch; while restoring or compiling, at once."""
     reported, _ = storm
     assert reported[0] == reported[1]
@@ -130,7 +130,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_place(storm):
 
 
 @pytest.mark.rest
-def test_the_stopped_run_is_bit_for_bit_the_calm_one(storm):
+def test_the_stopped_run_equals_the_calm_one(storm):
     _, folder = storm
     assert rows(folder / "storm", "loss", "grad_norm") == rows(folder / "calm", "loss", "grad_norm")
     assert rows(folder / "storm", "eval_loss") == rows(folder / "calm", "eval_loss")
@@ -153,7 +153,7 @@ class Service:
 @pytest.mark.parametrize(
     ("other", "stops"), [("7", True), ("-1", False), (None, False)], ids=["later", "first", "gone"]
 )
-def test_processes_stop_at_a_poll_that_none_has_reached(monkeypatch, other, stops):
+def test_processes_stop_at_a_future_poll(monkeypatch, other, stops):
     """The other one has polled more often, is before its first step, or has taken all its steps and does not answer."""
     service, done = Service(), threading.Event()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -176,7 +176,7 @@ from jdp.run.signals import StopRequest
 
 jdp.initialize(timeout_seconds=60)
 with StopRequest() as stop:
-    stop.under_way()
+    stop.began = True
     meet("their last step")
     if jax.process_index() == 0:
         time.sleep(1)
@@ -216,7 +216,7 @@ def stopped(tmp_path_factory):
 
 
 @pytest.mark.rest
-def test_who_hangs_is_named_and_all_leave_to_be_started_again(stopped):
+def test_a_hanging_process_is_named_and_all_leave(stopped):
     """The deadline is 8 seconds: more than a step takes beside a launch that loads its libraries on busy cores, less
     than a silent process has (20), or than JAX needs, which aborts 30 to 60 after the stop and names nobody."""
     code, output, _ = stopped
@@ -227,7 +227,7 @@ def test_who_hangs_is_named_and_all_leave_to_be_started_again(stopped):
 
 
 @pytest.mark.rest
-def test_the_recorder_has_the_deadline_and_where_the_loop_was(stopped):
+def test_the_recorder_has_the_deadline_and_stack(stopped):
     _, _, folder = stopped
     ranks = read_logs(folder / "events", "rank")
     last = ranks[0][-1]
@@ -252,7 +252,7 @@ from jdp.run.signals import StopRequest
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 with StopRequest() as stop:
     if sys.argv[1] == "second":
-        stop.under_way()
+        stop.began = True
     print("ready", flush=True)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)  # as in a compiler: no Python runs in the main thread
@@ -267,7 +267,7 @@ ONCE = {
 
 @pytest.mark.parametrize("when", ONCE)
 @pytest.mark.default_ids("second")
-def test_leaving_at_once_does_not_need_the_main_thread(tmp_path, when):
+def test_leaving_at_once_without_the_main_thread(tmp_path, when):
     signals, words = ONCE[when]
     (tmp_path / "program.py").write_text(STUCK)
     with start_python(tmp_path / "program.py", when) as process:
@@ -310,7 +310,7 @@ with StopRequest():
 
 @pytest.mark.parametrize("collected", ["destructor", "weakref"])
 @pytest.mark.default_ids("weakref")
-def test_leaving_at_once_waits_for_the_end_of_a_destructor(tmp_path, collected):
+def test_leaving_at_once_waits_for_a_destructor(tmp_path, collected):
     """Python prints an exception that is raised in one, or in JAX's callback of the collector, and goes on."""
     (tmp_path / "program.py").write_text(COLLECTING)
     with start_python(tmp_path / "program.py", collected) as process:

@@ -40,7 +40,7 @@ print("SEEN", json.dumps(seen))
 """
 
 
-def test_the_second_thousand_steps_take_no_more_than_the_first(tmp_path):
+def test_two_thousand_steps_leak_nothing(tmp_path):
     """From the hundred steps after 1,000 to those after 1,900, nine saves and evaluations, memory grew by 1 to 4 MiB of
     430.
 

@@ -1,6 +1,7 @@
 """Checkpoints that cannot be written or read: one clear error each, what was saved before stays whole, and nothing
 half-written is ever taken for a checkpoint."""
 
+import functools
 import itertools
 import json
 import logging
@@ -14,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from damage import cut, files_of_at_most, small_disk, vouch
+from damage import cut, files_of_at_most, flip, small_disk, vouch
+from tiny_states import TX, names, one_device
 
 import jdp
 
 # When one of several reads or writes fails, Orbax leaves the others where they are.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 
-TX = optax.adamw(0.1)
 SIZE = 200
 VALUES = np.random.default_rng(0).normal(size=(SIZE, SIZE)).astype(np.float32)  # does not compress: 160 kB
 
@@ -30,36 +31,25 @@ def init(rng):
     return {"w": jnp.asarray(VALUES), "b": jnp.zeros(8)}
 
 
-def plan():
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
-
-
 def target(init=init, tx=TX):
-    return jdp.abstract_state(init, tx, plan(), rng=jax.random.key(0))
+    return jdp.abstract_state(init, tx, one_device(), rng=jax.random.key(0))
 
 
-@pytest.fixture(scope="module")
-def state():
-    return jdp.init_state(init, TX, plan(), rng=jax.random.key(0))
+@functools.cache
+def born():
+    return jdp.init_state(init, TX, one_device(), rng=jax.random.key(0))
 
 
-def at(state, count):
-    return replace(state, step=jnp.int32(count))
+def at(count):
+    return replace(born(), step=jnp.int32(count))
 
 
-def names(directory):
-    return sorted(path.name for path in directory.iterdir())
-
-
-# Writing.
-
-
-def test_a_disk_that_fills_is_said_at_the_next_wait_and_the_run_may_go_on(tmp_path, state, caplog):
+def test_a_run_goes_on_after_a_full_disk(tmp_path, caplog):
     with jdp.Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(at(state, 1), {"n": 1})
+        checkpoints.save(at(1), {"n": 1})
         checkpoints.wait()
         with caplog.at_level(logging.ERROR), files_of_at_most(50_000):
-            checkpoints.save(at(state, 2), {"n": 2})  # in the background
+            checkpoints.save(at(2), {"n": 2})  # in the background
             message = (
                 rf"Checkpoint 2 was not saved in {re.escape(str(tmp_path))}: File too large "
                 r"\(earlier checkpoints are whole: 1\)\. Free space there, keep fewer"
@@ -67,102 +57,96 @@ def test_a_disk_that_fills_is_said_at_the_next_wait_and_the_run_may_go_on(tmp_pa
             with pytest.raises(jdp.CheckpointError, match=message):
                 checkpoints.wait()
         assert [record for record in caplog.records if "Traceback" in caplog.text] == []
-        assert (checkpoints.latest, names(tmp_path)) == (1, [".jdp-checkpoints", "1"])
+        assert (checkpoints.latest, names(tmp_path)) == (1, ["1"])
         checkpoints.wait()  # said once
         assert checkpoints.restore(target())[1] == {"n": 1}
-        checkpoints.save(at(state, 2), {"n": 3})  # there is room again
+        checkpoints.save(at(2), {"n": 3})  # there is room again
         checkpoints.wait()
         assert checkpoints.restore(target())[1] == {"n": 3}
         assert checkpoints.steps == [2]
 
 
-def test_an_error_in_the_background_is_said_by_the_next_save_or_at_the_end(tmp_path, state):
+def test_the_next_save_or_the_end_raises(tmp_path):
     with jdp.Checkpoints(tmp_path) as checkpoints, files_of_at_most(50_000):
-        checkpoints.save(at(state, 1))
+        checkpoints.save(at(1))
         with pytest.raises(jdp.CheckpointError, match="Checkpoint 1 was not saved"):
-            checkpoints.save(at(state, 2))
+            checkpoints.save(at(2))
     failing = pytest.raises(jdp.CheckpointError, match="Checkpoint 3 was not saved")
     with files_of_at_most(50_000), failing, jdp.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(at(state, 3))
+        checkpoints.save(at(3))
     with files_of_at_most(50_000), pytest.raises(KeyError), jdp.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(at(state, 4))
+        checkpoints.save(at(4))
         raise KeyError  # what ended the run comes first
-    assert names(tmp_path) == [".jdp-checkpoints"]
+    assert names(tmp_path) == []
 
 
-def test_other_code_logs_through_absl_as_before(tmp_path, state):
+def test_other_code_logs_through_absl_as_before(tmp_path):
     """Orbax' errors are hidden only while a directory is open: a user's own Orbax logs through absl, too."""
     before = [*logging.getLogger("absl").filters]
     with jdp.Checkpoints(tmp_path / "many") as checkpoints:
-        checkpoints.save(state)
+        checkpoints.save(at(0))
         checkpoints.restore(target())
         assert len(logging.getLogger("absl").filters) == len(before) + 1
-    jdp.save(tmp_path / "one", state)
+    jdp.save(tmp_path / "one", at(0))
     jdp.restore(tmp_path / "one", target())
     assert logging.getLogger("absl").filters == before
 
 
-def test_a_clock_that_jumps_during_a_save_is_no_time_that_it_took(tmp_path, state, monkeypatch):
+def test_a_save_survives_a_clock_that_jumps(tmp_path, monkeypatch):
     """As on a machine that was suspended for hours: by itself Orbax waits 20 minutes for a save."""
     wall, jumps = time.time, itertools.count()
     monkeypatch.setattr(time, "time", lambda: wall() + 100 * next(jumps))
     with jdp.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(at(state, 1), {"n": 1})
+        checkpoints.save(at(1), {"n": 1})
     assert checkpoints.steps == [1]
 
 
-def test_a_full_disk_fails_in_one_sentence_and_a_single_save_changes_nothing(tmp_path, state):
-    with (
-        files_of_at_most(50_000),
-        pytest.raises(jdp.CheckpointError, match=r"one was not saved: File too large\. Free"),
-    ):
-        jdp.save(tmp_path / "one", state)
+def test_a_single_save_survives_a_full_disk(tmp_path):
+    with files_of_at_most(50_000), pytest.raises(jdp.CheckpointError, match=r"one was not saved: File too large\. F"):
+        jdp.save(tmp_path / "one", at(0))
     assert list(tmp_path.iterdir()) == []
-    jdp.save(tmp_path / "one", at(state, 1))
+    jdp.save(tmp_path / "one", at(1))
     with files_of_at_most(50_000), pytest.raises(jdp.CheckpointError, match=r"one was not saved"):
-        jdp.save(tmp_path / "one", at(state, 2), overwrite=True)
+        jdp.save(tmp_path / "one", at(2), overwrite=True)
     assert int(jdp.restore(tmp_path / "one", target()).step) == 1
 
 
-def test_no_space_left_on_a_real_disk(tmp_path, state):
+def test_no_space_left_on_a_real_disk(tmp_path):
     with small_disk(tmp_path / "disk", "900k"), jdp.Checkpoints(tmp_path / "disk") as checkpoints:
-        checkpoints.save(at(state, 1))
+        checkpoints.save(at(1))
         checkpoints.wait()
-        checkpoints.save(at(state, 2))
+        checkpoints.save(at(2))
         with pytest.raises(jdp.CheckpointError, match=r"Checkpoint 2 was not saved.*: No space left on device"):
             checkpoints.wait()
         assert checkpoints.restore(target())[0].step == 1
 
 
-def test_a_read_only_directory_is_read_and_refuses_to_be_written(tmp_path, state):
+def test_a_read_only_directory_is_read(tmp_path):
     with small_disk(tmp_path / "disk", "4m") as remount:
         with jdp.Checkpoints(tmp_path / "disk") as checkpoints:
-            checkpoints.save(at(state, 1))
+            checkpoints.save(at(1))
         (tmp_path / "disk" / "2").mkdir()  # left by a killed run
         remount("ro")
         with jdp.Checkpoints(tmp_path / "disk") as checkpoints:
             assert int(checkpoints.restore(target())[0].step) == 1
             message = r"Checkpoint 3 was not saved in .*disk: Read-only file system .*may write to\."
             with pytest.raises(jdp.CheckpointError, match=message):
-                checkpoints.save(at(state, 3))
+                checkpoints.save(at(3))
                 checkpoints.wait()
             assert checkpoints.steps == [1]
         with pytest.raises(jdp.CheckpointError, match=r"new cannot be made a directory of checkpoints: Read-only"):
             jdp.Checkpoints(tmp_path / "disk" / "new")
         with pytest.raises(jdp.CheckpointError, match=r"one was not saved: Read-only file system"):
-            jdp.save(tmp_path / "disk" / "one", state)
-
-
-# Reading.
+            jdp.save(tmp_path / "disk" / "one", at(0))
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory, state):
+def two(tmp_path_factory):
     """A directory with checkpoints 1 and 2."""
     directory = tmp_path_factory.mktemp("two")
     with jdp.Checkpoints(directory) as checkpoints:
         for count in (1, 2):
-            checkpoints.save(at(state, count), {"n": count})
+            checkpoints.save(at(count), {"n": count}, {"loss": -count})
     return directory
 
 
@@ -175,21 +159,26 @@ def largest(folder):
 DAMAGES = {
     "array file cut": lambda step: [cut(path) for path in largest(step / "state")],
     "manifest cut": lambda step: cut(step / "state" / "manifest.ocdbt"),
+    "bit flipped": lambda step: flip(largest(step / "state")[0], 5000),
     "table gone": lambda step: (step / "checkpoint.json").unlink(),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_that_was_asked_for_is_named_with_those_that_are_not(two, tmp_path, damage):
+def test_a_damaged_checkpoint_is_named_with_the_others(two, tmp_path, damage):
     directory = shutil.copytree(two, tmp_path / "copy")
     DAMAGES[damage](directory / "2")
-    message = rf"{re.escape(str(directory))}/2 is damaged: (state/|checkpoint)\S* (is missing|has .* bytes of .*)\. "
-    with jdp.Checkpoints(directory) as checkpoints:
-        with pytest.raises(jdp.CheckpointError, match=message + r"Restore another, with step=\.\.\. \(there are: 1\)"):
-            checkpoints.restore(target(), 2)
+    message = rf"{directory}/2 is damaged: (state/|checkpoint)\S* (is missing|has changed|has .* bytes of .*)\. "
+    with jdp.Checkpoints(directory, best="loss") as checkpoints:
+        for step in (2, "best") if damage != "table gone" else (2,):
+            with pytest.raises(
+                jdp.CheckpointError, match=message + r"Restore another, with step=\.\.\. \(there are: 1\)"
+            ):
+                checkpoints.restore(target(), step)
         assert checkpoints.restore(target(), 1)[1] == {"n": 1}
     with pytest.raises(jdp.CheckpointError, match=message + "Restore another checkpoint"):
         jdp.restore(directory / "2", target())
+    assert names(directory) == ["1", "2"]
 
 
 def test_the_reason_is_short(two, tmp_path):
@@ -204,7 +193,7 @@ def test_the_reason_is_short(two, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gone", "file", "other"])
-def test_a_path_that_is_no_checkpoint_is_named_with_what_may_be_given(tmp_path, kind):
+def test_a_path_without_a_checkpoint_is_named(tmp_path, kind):
     path = tmp_path / kind
     if kind == "file":
         path.write_text("mine")
@@ -218,7 +207,7 @@ def test_a_path_that_is_no_checkpoint_is_named_with_what_may_be_given(tmp_path, 
         jdp.restore(path, target())
 
 
-def test_only_the_optimizer_differs_is_said_with_the_way_out(two):
+def test_another_optimizer_is_refused_with_a_fix(two):
     message = r"same optimizer; .*/2 has opt_state/0/.* as .*The model is the same: .*\(restore_params\)"
     with jdp.Checkpoints(two) as checkpoints:
         with pytest.raises(jdp.CheckpointError, match=message):

@@ -1,26 +1,18 @@
 """A directory of checkpoints loses nothing: not what a run that went back learns, nor what it left, nor what is not
 ours; and what it cannot take is refused in words."""
 
-import functools
 import shutil
-from dataclasses import replace
+import threading
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from tiny_states import at, fill, names, target, weight_of
 
 import jdp
 from jdp.base import notices
+from jdp.checkpoint.format import checksums
 from jdp.export import export_safetensors
-
-PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
-
-
-@pytest.fixture(scope="module")
-def base():
-    return jdp.init_state(lambda rng: {"w": jnp.ones(4)}, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
 
 
 @pytest.fixture(autouse=True)
@@ -28,65 +20,42 @@ def fresh_notices():
     notices._said.clear()
 
 
-def at(base, step, weight=None):
-    weight = float(step) if weight is None else weight
-    return replace(base, params={"w": jnp.full(4, weight)}, step=jnp.int32(step))
-
-
-@functools.cache
-def target():
-    return jdp.abstract_state(lambda rng: {"w": jnp.zeros(4)}, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
-
-
-def fill(directory, base, *steps, **options):
-    with jdp.Checkpoints(directory, keep=None, **options) as saved:
-        for step in steps:
-            saved.save(at(base, step))
-
-
 def weight(directory, step=None):
     with jdp.Checkpoints(directory) as saved:
-        return float(saved.restore(target(), step)[0].params["w"][0])
-
-
-def names(directory):
-    return sorted(path.name for path in directory.iterdir() if path.name != ".jdp-checkpoints")
-
-
-# A run that goes back.
+        return weight_of(saved.restore(target(), step)[0])
 
 
 @pytest.mark.parametrize("process", ["the same", "another"])
-def test_a_run_that_goes_back_keeps_what_it_learns_and_sets_aside_what_it_left(tmp_path, base, process, capsys):
+def test_a_run_that_goes_back_loses_nothing(tmp_path, process, capsys):
     saved = jdp.Checkpoints(tmp_path, keep=None)
     for step in (1, 2, 3, 4):
-        saved.save(at(base, step))
+        saved.save(at(step))
     if process != "the same":
         saved.close()
         saved = jdp.Checkpoints(tmp_path, keep=None)
     state, _ = saved.restore(target(), 2)
-    assert float(state.params["w"][0]) == 2 and saved.steps == [1, 2, 3, 4], "who only reads changes nothing"
+    assert weight_of(state) == 2 and saved.steps == [1, 2, 3, 4], "who only reads changes nothing"
     with pytest.raises(jdp.CheckpointError, match=r"never replaced.* has 3, 4, and the new step is 3.*go_back\(2\)"):
-        saved.save(at(base, 3, 33.0))
+        saved.save(at(3, 33.0))
     saved.go_back(2)
-    saved.save(at(base, 3, 33.0))
+    saved.save(at(3, 33.0))
     assert saved.latest == 3 and saved.steps == [1, 2, 3]
-    saved.save(at(base, 4, 44.0))
+    saved.save(at(4, 44.0))
     saved.close()
     assert [weight(tmp_path, step) for step in (1, 2, 3, 4)] == [1, 2, 33, 44]
     assert [weight(tmp_path / "abandoned-1", step) for step in (3, 4)] == [3, 4]
-    assert float(jdp.restore(tmp_path / "abandoned-1", target()).params["w"][0]) == 4
+    assert weight_of(jdp.restore(tmp_path / "abandoned-1", target())) == 4
     messages = capsys.readouterr().err
     assert messages.count("checkpoints 3, 4 set aside in abandoned-1") == 1
 
 
-def test_a_resumed_run_sets_nothing_aside_and_the_state_at_hand_is_not_written_again(tmp_path, base, capsys):
-    fill(tmp_path, base, 1, 2, 3)
+def test_a_resumed_run_sets_nothing_aside(tmp_path, capsys):
+    fill(tmp_path, 1, 2, 3)
     with jdp.Checkpoints(tmp_path, keep=2) as saved:
         state, _ = saved.restore(target())
         saved.save(state, {"again": True})
-        assert saved.restore(target())[1] == {}
-        four = at(base, 4)
+        assert saved.restore(target())[1] == {"count": 3}
+        four = at(4)
         saved.save(four)
         saved.save(four)
     assert capsys.readouterr().err == ""
@@ -94,29 +63,26 @@ def test_a_resumed_run_sets_nothing_aside_and_the_state_at_hand_is_not_written_a
 
 
 @pytest.mark.parametrize("last", ["saved", "restored"])
-def test_another_state_under_the_step_at_hand_is_reported_as_not_saved(tmp_path, base, last, capsys):
-    fill(tmp_path, base, 1)
+def test_another_state_under_the_same_step_is_reported(tmp_path, last, capsys):
+    fill(tmp_path, 1)
     with jdp.Checkpoints(tmp_path) as saved:
-        state = at(base, 2) if last == "saved" else saved.restore(target())[0]
+        state = at(2) if last == "saved" else saved.restore(target())[0]
         saved.save(state)
         assert capsys.readouterr().err == ""
-        saved.save(at(base, int(state.step), 7.0))
+        saved.save(at(int(state.step), 7.0))
         said = f"has checkpoint {state.step} already, with other arrays, so these are not saved"
         assert said in capsys.readouterr().err
-        assert float(saved.restore(target())[0].params["w"][0]) == int(state.step)
+        assert weight_of(saved.restore(target())[0]) == int(state.step)
 
 
-def test_a_reader_sees_the_steps_that_another_process_writes_and_deletes(tmp_path, base):
+def test_a_reader_sees_what_another_process_does(tmp_path):
     with jdp.Checkpoints(tmp_path, best="loss") as reader, jdp.Checkpoints(tmp_path, keep=1) as writer:
         assert reader.latest is None and reader.best is None
         for step in (1, 2):
-            writer.save(at(base, step), metrics={"loss": float(step)})
+            writer.save(at(step), metrics={"loss": float(step)})
             writer.wait()
             assert (reader.latest, reader.steps, reader.best) == (step, [step], step)
             assert int(reader.restore(target())[0].step) == step
-
-
-# Only what is jdp's own.
 
 
 def user_folder(directory):
@@ -125,7 +91,7 @@ def user_folder(directory):
     return directory
 
 
-def test_a_folder_of_the_users_own_with_numbered_entries_is_refused(tmp_path):
+def test_a_users_numbered_folder_is_refused(tmp_path):
     mine = user_folder(tmp_path / "mine")
     with pytest.raises(jdp.CheckpointError, match=r"mine contains 2024, which is not a .* empty .*mine/checkpoints"):
         jdp.Checkpoints(mine)
@@ -136,20 +102,20 @@ def test_a_folder_of_the_users_own_with_numbered_entries_is_refused(tmp_path):
     assert (mine / "2024" / "notes.txt").read_text() == "mine"
 
 
-def test_what_comes_into_the_directory_later_is_not_deleted_either(tmp_path, base):
+def test_later_entries_of_a_user_are_not_deleted(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     with jdp.Checkpoints(tmp_path / "saved", keep=1) as saved:
-        saved.save(at(base, 1))
+        saved.save(at(1))
         saved.wait()
         user_folder(tmp_path / "saved")
         shutil.copytree(tmp_path / "saved" / "1", tmp_path / "elsewhere" / "0")
         (tmp_path / "saved" / "0").symlink_to(tmp_path / "elsewhere" / "0")
         for step in (2, 3):
-            saved.save(at(base, step))
+            saved.save(at(step))
         with pytest.raises(jdp.CheckpointError, match="has 2024, and the new step is 2024"):
-            saved.save(at(base, 2024))
+            saved.save(at(2024))
         saved.go_back(2023)
-        saved.save(at(base, 2024))
+        saved.save(at(2024))
         saved.wait()
         assert saved.steps == [0, 2024]
     assert names(tmp_path / "saved") == ["0", "2024", "abandoned-1"]
@@ -157,8 +123,8 @@ def test_what_comes_into_the_directory_later_is_not_deleted_either(tmp_path, bas
     assert (tmp_path / "elsewhere" / "0" / "state").is_dir(), "a link is not followed"
 
 
-def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path, base, capsys):
-    fill(tmp_path, base, 1, 2)
+def test_only_leftovers_of_killed_processes_are_deleted(tmp_path, capsys):
+    fill(tmp_path, 1, 2)
     (tmp_path / "2" / "checksums.json").unlink()
     user_folder(tmp_path / "mine")
     for name in (".saving-3", ".deleted-1", ".saving-it"):
@@ -166,57 +132,81 @@ def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path, base, 
     for link in (".saving-4", "5"):
         (tmp_path / link).symlink_to(tmp_path / "mine", target_is_directory=True)
     with jdp.Checkpoints(tmp_path) as saved:
-        saved.save(at(base, 6))
+        saved.save(at(6))
     assert names(tmp_path) == [".saving-4", ".saving-it", "1", "2", "5", "6", "mine"], "none is a step's but two"
     assert (tmp_path / "mine" / "2024" / "notes.txt").exists()
     assert "2 has no checksums.json and is ignored" in capsys.readouterr().err
 
 
-def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
+def test_a_single_save_deletes_nothing_of_a_user(tmp_path):
     user_folder(tmp_path / ".one.saving")
     with pytest.raises(jdp.CheckpointError, match=r"\.one\.saving .* jdp did not write it"):
-        jdp.save(tmp_path / "one", at(base, 1))
+        jdp.save(tmp_path / "one", at(1))
     user_folder(tmp_path / ".two.old")
     with pytest.raises(jdp.CheckpointError, match=r"\.two\.old .*Move it away"):
-        jdp.save(tmp_path / "two", at(base, 1))
+        jdp.save(tmp_path / "two", at(1))
     (tmp_path / ".three.old").write_text("mine")
     with pytest.raises(jdp.CheckpointError, match=r"\.three\.old .*Move it away"):
-        jdp.save(tmp_path / "three", at(base, 1))
+        jdp.save(tmp_path / "three", at(1))
     assert (tmp_path / ".one.saving" / "2024" / "notes.txt").exists()
     assert (tmp_path / ".two.old" / "2024" / "notes.txt").exists()
-    jdp.save(tmp_path / "real", at(base, 1))
+    jdp.save(tmp_path / "real", at(1))
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    jdp.save(tmp_path / "link", at(base, 2), overwrite=True)
+    jdp.save(tmp_path / "link", at(2), overwrite=True)
     assert (tmp_path / "link").is_symlink() and int(jdp.restore(tmp_path / "real", target()).step) == 2
 
 
-# What is refused, and what is taken.
-
-
-def test_an_address_is_refused_in_words(tmp_path, base, monkeypatch):
+def test_an_address_is_refused_in_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for use in (
         jdp.Checkpoints,
-        lambda path: jdp.save(path, at(base, 1)),
-        lambda path: export_safetensors(f"{path}/a.safetensors", base),
+        lambda path: jdp.save(path, at(1)),
+        lambda path: export_safetensors(f"{path}/a.safetensors", at(1)),
     ):
         with pytest.raises(ValueError, match=r"must be on a disk of this machine, .*outside\.md.*train\.mirror"):
             use("s3://bucket/run")
     assert names(tmp_path) == []
 
 
-def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
+def test_a_record_may_have_numpy_and_jax_scalars(tmp_path):
     record = {"a": np.float32(0.5), "b": np.int64(3), "c": jnp.float32(2.0), "d": np.bool_(True), "e": [(np.array(1),)]}
     with jdp.Checkpoints(tmp_path) as saved:
-        saved.save(at(base, 1), record, {"loss": np.float32(1)})
+        saved.save(at(1), record, {"loss": np.float32(1)})
         assert saved.restore(target())[1] == {"a": 0.5, "b": 3, "c": 2.0, "d": True, "e": [[1]]}
         for bad, message in (
             ({"deep": [np.zeros(2)]}, r"record\['deep'\]\[0\] must be JSON.*it is ndarray"),
             ({"x": {1: 2}}, r"record\['x'\] must be JSON, whose keys are text; 1 is not"),
         ):
             with pytest.raises(jdp.CheckpointError, match=message):
-                saved.save(at(base, 2), bad)
+                saved.save(at(2), bad)
         with pytest.raises(ValueError, match="A metric is one number; 'loss' is None"):
-            saved.save(at(base, 2), metrics={"loss": None})
-        saved.save(at(base, 2), {"n": 2})
+            saved.save(at(2), metrics={"loss": None})
+        saved.save(at(2), {"n": 2})
         assert saved.restore(target())[1] == {"n": 2}
+
+
+def test_two_writers_do_not_share_a_save(tmp_path, monkeypatch):
+    ready, commit = threading.Event(), checksums.commit
+    monkeypatch.setattr(checksums, "commit", lambda *given: (ready.wait(10), commit(*given)))
+    with jdp.Checkpoints(tmp_path) as first, jdp.Checkpoints(tmp_path) as second:
+        first.save(at(1))
+        for step in (1, 2):
+            with pytest.raises(jdp.CheckpointError, match=f"{step} was not saved in .*: one process at a time"):
+                second.save(at(step))
+        ready.set()
+        first.wait()
+        second.save(at(2))
+    assert names(tmp_path) == ["1", "2"] and weight(tmp_path, 1) == 1
+
+
+def test_a_run_from_an_earlier_step_is_refused(tmp_path):
+    fill(tmp_path, 1, 2, 3)
+    with jdp.Checkpoints(tmp_path) as saved:
+        saved.restore(target(), 1)
+        with pytest.raises(jdp.CheckpointError, match=r"has 2, 3, and the new step is 4, after 1.*go_back\(1\)"):
+            saved.save(at(4))
+        saved.go_back(1)
+        saved.save(at(4))
+        saved.restore(target(), 1)  # to compare
+        saved.save(at(5))
+    assert names(tmp_path) == ["1", "4", "5", "abandoned-1"]

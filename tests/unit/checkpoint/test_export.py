@@ -14,6 +14,7 @@ from damage import files_of_at_most
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import numpy
+from tiny_states import assert_same_bits
 
 import jdp
 from jdp.base import notices
@@ -57,27 +58,8 @@ def llama():
     return made(LLAMA, plan_of())
 
 
-def bits(tree):
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def assert_same_bits(got, want):
-    got, want = bits(got), bits(want)
-    assert got.keys() == want.keys()
-    for path in want:
-        assert got[path].dtype == want[path].dtype and got[path].tobytes() == want[path].tobytes(), path
-
-
-def loaded(path):
-    """The tensors as the safetensors package reads them."""
-    return numpy.load_file(path)
-
-
-# Out and in again.
-
-
 @pytest.mark.parametrize("limit", [10**9, 5000], ids=["one file", "shards"])
-def test_what_goes_out_comes_back_bit_by_bit_born_sharded(llama, tmp_path, limit):
+def test_exported_weights_come_back_sharded(llama, tmp_path, limit):
     export_safetensors(tmp_path / "model.safetensors", llama, names=llama_names(LLAMA), max_shard_bytes=limit)
     plan = plan_of("zero3", data=2, model=2)
     state = import_safetensors(tmp_path, target(LLAMA, plan), names=llama_names(LLAMA))
@@ -87,7 +69,7 @@ def test_what_goes_out_comes_back_bit_by_bit_born_sharded(llama, tmp_path, limit
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.opt_state))
 
 
-def test_a_scanned_model_is_read_by_an_unrolled_one(gpt2, tmp_path):
+def test_an_unrolled_model_reads_a_scanned_one(gpt2, tmp_path):
     export_safetensors(tmp_path / "m.safetensors", gpt2, names=gpt2_names(GPT2))
     unrolled = replace(GPT2, scan=False)
     plan = plan_of("ddp", data=1)
@@ -100,7 +82,7 @@ def test_a_scanned_model_is_read_by_an_unrolled_one(gpt2, tmp_path):
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
 
 
-def test_without_names_the_paths_are_the_names_and_model_state_goes_along(tmp_path):
+def test_paths_are_the_default_names(tmp_path):
     def init(rng):
         return nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(rng)), nnx.BatchNorm(16, rngs=nnx.Rngs(rng)))
 
@@ -108,24 +90,14 @@ def test_without_names_the_paths_are_the_names_and_model_state_goes_along(tmp_pa
     state = replace(state, model_state=jax.tree.map(lambda x: x + 3, state.model_state))
     export_safetensors(tmp_path / "m.safetensors", state)
     names = {"layers.0.kernel", "layers.0.bias", "layers.1.scale", "layers.1.bias", "layers.1.mean", "layers.1.var"}
-    assert loaded(tmp_path / "m.safetensors").keys() == names
+    assert numpy.load_file(tmp_path / "m.safetensors").keys() == names
     fresh = jdp.init_state(init, TX, plan_of("ddp", data=2), rng=jax.random.key(5))
     back = import_safetensors(tmp_path / "m.safetensors", fresh)
     assert_same_bits([back.params, back.model_state], [state.params, state.model_state])
     assert back.opt_state is fresh.opt_state and back.step is fresh.step
 
 
-def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
-    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": {"c": jnp.float32(7), "half": jnp.ones(3, jnp.float16)}}
-    export_safetensors(tmp_path / "ours.safetensors", tree)
-    theirs = numpy.load_file(tmp_path / "ours.safetensors")
-    np.testing.assert_array_equal(theirs["a"], tree["a"])
-    assert theirs["b.c"].shape == () and theirs["b.half"].dtype == np.float16
-    numpy.save_file(theirs, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    assert_same_bits(import_safetensors(tmp_path / "theirs.safetensors", tree), tree)
-
-
-def test_weights_are_cast_on_the_way_out_and_losing_bits_on_the_way_in_is_said(llama, tmp_path, monkeypatch, capsys):
+def test_lossy_casts_on_import_are_reported(llama, tmp_path, monkeypatch, capsys):
     tree = {"w": jnp.float32([1 + 2**-7, 1 + 2**-9]), "count": jnp.int32(3)}
     export_safetensors(tmp_path / "half.safetensors", tree, dtype=jnp.bfloat16)
     wide = import_safetensors(tmp_path / "half.safetensors", tree)
@@ -138,7 +110,7 @@ def test_weights_are_cast_on_the_way_out_and_losing_bits_on_the_way_in_is_said(l
     assert "float32 are rounded to bfloat16 on import, first w" in capsys.readouterr().err
 
 
-def test_shards_follow_the_convention_and_a_single_file_takes_their_place(tmp_path):
+def test_shards_follow_the_convention(tmp_path):
     tree = {name: jnp.full(100, float(i)) for i, name in enumerate("abc")}
     path = tmp_path / "model.safetensors"
     export_safetensors(path, tree, max_shard_bytes=800)
@@ -180,9 +152,6 @@ def test_only_a_devices_own_shard_is_read(tmp_path, monkeypatch):
     assert sizes == [4 * 8 * 6 // 8] * 8  # a device holds one layer's half
 
 
-# What a file may lack, and what it may not.
-
-
 @pytest.mark.parametrize(
     ("aim", "message"),
     [
@@ -192,7 +161,7 @@ def test_only_a_devices_own_shard_is_read(tmp_path, monkeypatch):
     ],
     ids=["shape", "missing", "unexpected"],
 )
-def test_a_file_of_another_model_is_refused_by_the_first_tensor_that_differs(tmp_path, aim, message):
+def test_a_file_of_another_model_is_refused(tmp_path, aim, message):
     export_safetensors(tmp_path / "m.safetensors", {"w": jnp.ones(4), "b": jnp.ones(2)})
     with pytest.raises(jdp.CheckpointError, match=message):
         import_safetensors(tmp_path / "m.safetensors", {name: jnp.zeros(shape) for name, shape in aim.items()})
@@ -224,16 +193,13 @@ def test_the_hubs_own_gpt2_file_is_read(gpt2, tmp_path, also):
     ],
     ids=["no such parameter", "no name", "two names", "a layer left out"],
 )
-def test_names_that_do_not_cover_the_parameters_are_refused(tmp_path, names, message):
+def test_names_must_cover_the_parameters(tmp_path, names, message):
     with pytest.raises(jdp.CheckpointError, match=message):
         export_safetensors(tmp_path / "m.safetensors", {"w": jnp.ones((2, 3))}, names=names)
     assert list(tmp_path.iterdir()) == []
 
 
-# Disks that do not take it.
-
-
-def test_a_disk_that_fills_leaves_the_file_that_was_there(tmp_path):
+def test_a_full_disk_leaves_the_old_file(tmp_path):
     path = tmp_path / "m.safetensors"
     export_safetensors(path, {"w": jnp.ones(4)})
     with files_of_at_most(10_000), pytest.raises(jdp.CheckpointError, match=r"was not written: File too large.*Free"):

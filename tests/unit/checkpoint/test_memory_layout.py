@@ -42,7 +42,7 @@ def kept_by(shown, host):
         ({"data": 6, "model": 2}, P("data", "model"), True),
     ],
 )
-def test_any_one_host_may_be_lost_and_only_what_one_has_alone_is_sent(devices, axes, spec, sent):
+def test_any_one_host_may_be_lost(devices, axes, spec, sent):
     shown = arrays(devices, axes, w=spec, small=P())
     kept = [kept_by(shown, host) for host in range(HOSTS)]
     plan = kept[0][1]
@@ -55,7 +55,7 @@ def test_any_one_host_may_be_lost_and_only_what_one_has_alone_is_sent(devices, a
     assert plan.host_bytes == sharded + state, "the parts of this host and of the one before; all of the small one"
 
 
-def test_hosts_that_the_neighbour_cannot_serve_keep_their_own(devices):
+def test_nothing_is_sent_on_one_host(devices):
     """All devices are on one host."""
     plan = layout(arrays(devices, {"data": 12}, w=P("data")), [0, 0, 0], 0)
     assert not plan.route and not plan.sent and not plan.kept

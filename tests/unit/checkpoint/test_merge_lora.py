@@ -42,7 +42,7 @@ logits = jax.jit(lambda model: model(jnp.asarray(TOKENS)))
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.default_ids("scanned")
-def test_merged_it_is_a_plain_model_with_the_same_logits(scan, tmp_path):
+def test_a_merged_model_has_the_same_logits(scan, tmp_path):
     state, config = tuned(scan)
     params, plain = merge_lora(state, config)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]

@@ -1,5 +1,6 @@
 """A mirror in object storage, on real servers of S3's and Google's interfaces on this machine."""
 
+import functools
 import shutil
 from dataclasses import replace
 
@@ -20,28 +21,28 @@ PLAN = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_s
 pytestmark = pytest.mark.usefixtures("quick_mirror")
 
 
-@pytest.fixture(scope="module")
-def base():
+@functools.cache
+def born():
     return jdp.init_state(lambda rng: {"w": jnp.ones((4, 8))}, optax.adam(0.1), PLAN, rng=jax.random.key(0))
 
 
-def at(base, step):
-    weights = jax.device_put(jnp.full((4, 8), float(step)), base.params["w"].sharding)
-    return replace(base, params={"w": weights}, step=jax.device_put(jnp.int32(step), PLAN.replicated))
+def at(step):
+    weights = jax.device_put(jnp.full((4, 8), float(step)), born().params["w"].sharding)
+    return replace(born(), params={"w": weights}, step=jax.device_put(jnp.int32(step), PLAN.replicated))
 
 
-def restored(saved, base):
-    state, record = saved.restore(base)
+def restored(saved):
+    state, record = saved.restore(born())
     assert (np.asarray(state.params["w"]) == record["step"]).all()
     return record["step"]
 
 
-def train(folder, address, base, steps, **options):
+def train(folder, address, steps, **options):
     """Save these steps in one visit; return the step that it began from."""
     with jdp.Checkpoints(folder, mirror=address, **options) as saved:
-        began = None if saved.latest is None else restored(saved, base)
+        began = None if saved.latest is None else restored(saved)
         for step in steps:
-            saved.save(at(base, step), {"step": step}, {"loss": abs(step - 2)})
+            saved.save(at(step), {"step": step}, {"loss": abs(step - 2)})
     return began
 
 
@@ -51,75 +52,75 @@ def address(request):
 
 
 @pytest.mark.default_ids("bucket")
-def test_a_fresh_machine_goes_on_from_the_newest_copy(address, base, tmp_path, capsys):
+def test_a_fresh_machine_fetches_the_newest_copy(address, tmp_path, capsys):
     options = {"keep": 1, "keep_every": 3, "best": "loss"}
-    assert train(tmp_path / "one", address, base, (1, 2, 3, 4), **options) is None
+    assert train(tmp_path / "one", address, (1, 2, 3, 4), **options) is None
     assert copies(address) == whole(2, 3, 4), "what is deleted here is deleted there"
-    assert train(tmp_path / "two", address, base, (5,), **options) == 4
+    assert train(tmp_path / "two", address, (5,), **options) == 4
     assert f"mirror {address}: fetched checkpoint 4" in capsys.readouterr().err
     assert copies(address) == whole(2, 3, 5), "the directory's policy holds for copies of lost machines"
     assert sorted(path.name for path in (tmp_path / "two").glob("[!.]*")) == ["4", "5"]
     assert [each.status for each in jdp.checkpoint.check(tmp_path / "two")] == ["whole", "whole"]
 
 
-def test_a_copy_without_its_commit_file_does_not_count_and_is_made_up(bucket, base, tmp_path):
-    train(tmp_path / "one", bucket, base, (1, 2))
+def test_an_uncommitted_copy_does_not_count(bucket, tmp_path):
+    train(tmp_path / "one", bucket, (1, 2))
     fs, root = storage(bucket)
     fs.rm(f"{root}/2/checksums.json")
-    assert train(tmp_path / "two", bucket, base, ()) == 1
-    assert train(tmp_path / "one", bucket, base, ()) == 2
+    assert train(tmp_path / "two", bucket, ()) == 1
+    assert train(tmp_path / "one", bucket, ()) == 2
     assert copies(bucket) == whole(1, 2)
 
 
-def test_a_damaged_copy_is_left_out(bucket, base, tmp_path, capsys):
-    train(tmp_path / "one", bucket, base, (1, 2))
+def test_a_damaged_copy_is_left_out(bucket, tmp_path, capsys):
+    train(tmp_path / "one", bucket, (1, 2))
     fs, root = storage(bucket)
     name = max(fs.find(f"{root}/2"), key=fs.size)
     content = bytearray(fs.cat_file(name))
     content[len(content) // 2] ^= 1
     fs.pipe_file(name, bytes(content))
-    assert train(tmp_path / "two", bucket, base, ()) == 1
+    assert train(tmp_path / "two", bucket, ()) == 1
     assert f"mirror {bucket}: checkpoint 2 is damaged (state/" in capsys.readouterr().err
 
 
-def test_a_run_that_goes_back_takes_its_copies_back(bucket, base, tmp_path):
+def test_going_back_takes_copies_back(bucket, tmp_path):
     with jdp.Checkpoints(tmp_path / "one", mirror=bucket) as saved:
         for step in (1, 2, 3):
-            saved.save(at(base, step), {"step": step})
-        saved.restore(base, 1)
+            saved.save(at(step), {"step": step})
+        saved.restore(born(), 1)
         saved.go_back(1)
-        saved.save(replace(at(base, 2), params={"w": at(base, 7).params["w"]}), {"step": 7})
+        saved.save(replace(at(2), params={"w": at(7).params["w"]}), {"step": 7})
     assert copies(bucket) == whole(1, 2)
     with jdp.Checkpoints(tmp_path / "two", mirror=bucket) as saved:
-        assert restored(saved, base) == 7
+        assert restored(saved) == 7
 
 
 @pytest.mark.rest
-def test_a_run_that_is_killed_after_it_went_back_does_not_fetch_what_it_left(bucket, base, tmp_path):
-    train(tmp_path / "one", bucket, base, (1, 2, 3))
+def test_abandoned_copies_are_not_fetched(bucket, tmp_path):
+    train(tmp_path / "one", bucket, (1, 2, 3))
     with jdp.Checkpoints(tmp_path / "one") as killed:  # no mirror: no copy is deleted
         killed.go_back(1)
     assert copies(bucket) == whole(1, 2, 3)
-    assert train(tmp_path / "one", bucket, base, ()) == 1
+    assert train(tmp_path / "one", bucket, ()) == 1
     assert copies(bucket) == whole(1)
 
 
-def test_the_copy_of_a_damaged_newest_stays_until_it_is_fetched_or_given_up(bucket, base, tmp_path):
-    train(tmp_path / "one", bucket, base, (1, 2, 3))
+def test_the_copy_of_a_damaged_newest_stays(bucket, tmp_path):
+    train(tmp_path / "one", bucket, (1, 2, 3))
     manifest = tmp_path / "one" / "3" / "state" / "manifest.ocdbt"
     manifest.unlink()
-    assert train(tmp_path / "one", bucket, base, ()) == 2
+    assert train(tmp_path / "one", bucket, ()) == 2
     assert copies(bucket) == whole(1, 2, 3)
-    assert train(tmp_path / "one", bucket, base, ()) == 3
+    assert train(tmp_path / "one", bucket, ()) == 3
     manifest.unlink()
-    assert train(tmp_path / "one", bucket, base, ()) == 2
+    assert train(tmp_path / "one", bucket, ()) == 2
     with jdp.Checkpoints(tmp_path / "one") as killed:
         killed.go_back(2)
-    assert train(tmp_path / "one", bucket, base, ()) == 2
+    assert train(tmp_path / "one", bucket, ()) == 2
     assert copies(bucket) == whole(1, 2)
 
 
-def test_files_that_do_not_arrive_are_sent_again(bucket, base, tmp_path, monkeypatch):
+def test_files_that_do_not_arrive_are_sent_again(bucket, tmp_path, monkeypatch):
     fs, lost = storage(bucket)[0], []
     put = fs.put
 
@@ -130,9 +131,9 @@ def test_files_that_do_not_arrive_are_sent_again(bucket, base, tmp_path, monkeyp
             fs.rm(there[-1])
 
     monkeypatch.setattr(fs, "put", lossy)
-    train(tmp_path / "one", bucket, base, (1,))
+    train(tmp_path / "one", bucket, (1,))
     assert len(lost) == 2
-    assert train(tmp_path / "two", bucket, base, ()) == 1
+    assert train(tmp_path / "two", bucket, ()) == 1
 
 
 @pytest.fixture
@@ -147,36 +148,34 @@ def outage(bucket, monkeypatch):
     return lambda: monkeypatch.setattr(kind, "_call_s3", away), lambda: monkeypatch.setattr(kind, "_call_s3", call)
 
 
-def test_an_outage_is_reported_once_and_made_up(bucket, base, tmp_path, outage, capsys):
+def test_an_outage_is_reported_once_and_made_up(bucket, tmp_path, outage, capsys):
     goes, comes = outage
     with jdp.Checkpoints(tmp_path / "one", mirror=bucket, keep=2) as saved:
-        saved.save(at(base, 1), {"step": 1})
+        saved.save(at(1), {"step": 1})
         saved.wait()
         goes()
         for step in (2, 3, 4):
-            saved.save(at(base, step), {"step": step})
+            saved.save(at(step), {"step": step})
             saved.wait()
         comes()
     assert copies(bucket) == whole(3, 4)
     assert capsys.readouterr().err.count("no route to host; retrying for") == 1
 
 
-def test_storage_that_stays_away_ends_no_run_and_starts_none_without_checkpoints(
-    bucket, base, tmp_path, outage, capsys, monkeypatch
-):
+def test_a_long_outage_ends_no_run(bucket, tmp_path, outage, capsys, monkeypatch):
     goes, comes = outage
-    train(tmp_path / "one", bucket, base, (4,))
+    train(tmp_path / "one", bucket, (4,))
     goes()
     monkeypatch.setattr(mirror, "LAST_SECONDS", 0.5)
     monkeypatch.setattr(errors, "PATIENCE_SECONDS", 0.2)
-    assert train(tmp_path / "one", bucket, base, (5,)) == 4, "what is here is taken"
+    assert train(tmp_path / "one", bucket, (5,)) == 4, "what is here is taken"
     said = capsys.readouterr().err
     assert said.count("it cannot be read (ConnectionError('no route to host')); using the checkpoints in") == 1
     assert said.count(f"mirror {bucket}: the last checkpoints were not uploaded; they are in {tmp_path / 'one'}") == 1
     with pytest.raises(jdp.CheckpointError, match=rf"a mirror must be readable; {bucket} is not: .*no route"):
         jdp.Checkpoints(tmp_path / "two", mirror=bucket)
     comes()
-    assert train(tmp_path / "two", bucket, base, ()) == 4
+    assert train(tmp_path / "two", bucket, ()) == 4
 
 
 def test_storage_without_credentials_starts_no_run_at_once(tmp_path, monkeypatch):
@@ -192,15 +191,15 @@ def test_storage_without_credentials_starts_no_run_at_once(tmp_path, monkeypatch
 
 
 @pytest.mark.rest
-def test_copies_that_are_newer_and_were_never_here_stay(bucket, base, tmp_path, outage):
-    train(tmp_path / "one", bucket, base, (1, 8, 9))
+def test_newer_copies_from_elsewhere_stay(bucket, tmp_path, outage):
+    train(tmp_path / "one", bucket, (1, 8, 9))
     shutil.copytree(tmp_path / "one" / "1", tmp_path / "old" / "1")
     goes, comes = outage
     goes()
     with jdp.Checkpoints(tmp_path / "old", mirror=bucket) as saved:
         comes()
-        restored(saved, base)
-        saved.save(at(base, 2), {"step": 2})
+        restored(saved)
+        saved.save(at(2), {"step": 2})
     assert copies(bucket) == whole(1, 2, 8, 9)
 
 

@@ -22,7 +22,7 @@ def given(spec, dtype="float32", shape=(8, 16, 6)):
 
 
 @pytest.mark.parametrize("saved", SPECS)
-def test_any_shards_are_read_from_any_parts_in_memory(saved):
+def test_any_shards_are_read_from_any_parts(saved):
     x = given(saved)
     grid = Grid("float32", x.shape, x.sharding.shard_shape(x.shape), 7)
     parts = {grid.number(each.index): np.asarray(each.data).reshape(-1).view(np.uint8) for each in x.addressable_shards}

@@ -39,7 +39,7 @@ def test_a_damaged_file_is_one_clear_error(tmp_path, kind):
     assert "Copy or download it again." in str(error.value) and len(str(error.value)) < 600
 
 
-def test_quantised_weights_are_not_read_as_if_they_had_no_scales(tmp_path):
+def test_quantised_weights_are_refused(tmp_path):
     (tmp_path / "m.safetensors").write_bytes(file_of({"w": {**OK, "dtype": "F8_E4M3", "shape": [16]}}))
     with pytest.raises(jdp.CheckpointError, match=r"Tensors of F64, .* can be read; .* has w as F8_E4M3"):
         import_safetensors(tmp_path / "m.safetensors", {"w": jnp.zeros(16)})
@@ -53,14 +53,14 @@ UNWRITABLE = {
 
 
 @pytest.mark.parametrize("kind", UNWRITABLE)
-def test_what_a_file_cannot_hold_is_refused_and_nothing_is_written(tmp_path, kind):
+def test_unwritable_tensors_are_refused(tmp_path, kind):
     tree, dtype, message = UNWRITABLE[kind]
     with pytest.raises(jdp.CheckpointError, match=message):
         export_safetensors(tmp_path / "m.safetensors", tree, dtype=dtype)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_dtype_and_shape_comes_back_bit_by_bit(tmp_path):
+def test_every_dtype_and_shape_comes_back(tmp_path):
     kinds = ["float32", "float16", "bfloat16", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool"]
     tree = {kind: jnp.arange(6).reshape(2, 3).astype(kind) for kind in kinds}
     tree |= {"scalar": jnp.bfloat16(3), "none": jnp.zeros((0, 3)), "flat": jnp.zeros(0, jnp.int32)}
@@ -78,8 +78,6 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(tmp_path):
         assert back[name].dtype == leaf.dtype == theirs[name].dtype and back[name].shape == leaf.shape
         assert np.asarray(back[name]).tobytes() == np.asarray(leaf).tobytes() == theirs[name].tobytes(), name
 
-
-# The index.
 
 WHOLE = {"a": "m-00001-of-00002.safetensors", "b": "m-00002-of-00002.safetensors"}
 INDEXES = {
@@ -105,15 +103,12 @@ def test_a_damaged_index_is_one_clear_error(tmp_path, kind):
     assert len(str(error.value)) < 600
 
 
-# What an export replaces.
-
-
 def names_in(folder):
     return sorted(file.name for file in folder.iterdir())
 
 
 @pytest.mark.parametrize("limit", [10**9, 800], ids=["one file", "shards"])
-def test_an_export_onto_anothers_shards_is_refused_and_they_stay(tmp_path, limit):
+def test_anothers_shards_are_not_replaced(tmp_path, limit):
     for name, file in WHOLE.items():
         save_file({name: np.ones(3, np.float32)}, tmp_path / file)
     (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": WHOLE}))
@@ -127,7 +122,7 @@ def test_an_export_onto_anothers_shards_is_refused_and_they_stay(tmp_path, limit
             export_safetensors(tmp_path / "m.safetensors", TREE, max_shard_bytes=limit)
 
 
-def test_our_own_shards_give_way_and_what_has_come_in_their_place_stays(tmp_path):
+def test_only_own_shards_give_way(tmp_path):
     path = tmp_path / "m.safetensors"
     export_safetensors(tmp_path / "m-lora.safetensors", TREE, max_shard_bytes=400)
     another = names_in(tmp_path)
@@ -140,7 +135,7 @@ def test_our_own_shards_give_way_and_what_has_come_in_their_place_stays(tmp_path
     assert load_file(third).keys() == {"other"}
 
 
-def test_an_export_that_ends_between_its_shards_leaves_no_mixture_to_be_read(tmp_path, monkeypatch):
+def test_a_killed_export_leaves_no_mixture(tmp_path, monkeypatch):
     path = tmp_path / "m.safetensors"
     export_safetensors(path, TREE, max_shard_bytes=400)
     twice = {name: 2 * leaf for name, leaf in TREE.items()}

@@ -9,7 +9,6 @@ import platform
 import re
 import sys
 import types
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,21 @@ from jdp.cli.help import USUAL_KEYS
 from jdp.cli.options import UsageError, split_overrides, write_file
 from jdp.core.cluster.initialize import is_lost_peer
 from jdp.core.cluster.schedulers import find_cluster
-from jdp.experiment.file import Experiment, describe
+from jdp.experiment.file import describe
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> str:
+def file(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return str(path)
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def loop(monkeypatch):
     """Puts a function in the place of the training loop: what it does is not the point here."""
 
-    def install(run: Callable[..., Any]) -> None:
+    def install(run):
         module = types.ModuleType("jdp.run.loop")
         module.__dict__["run"] = run
         monkeypatch.setitem(sys.modules, "jdp.run.loop", module)
@@ -49,7 +48,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
+def test_help_names_every_command(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     for name, line in cli.COMMANDS.items():
@@ -57,20 +56,20 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
         assert line == importlib.import_module(f"jdp.cli.{name}").Options.__doc__.splitlines()[0]
 
 
-def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch):
+def test_letters_outside_the_outputs_encoding_are_escaped(monkeypatch):
     monkeypatch.setattr("sys.stdout", stream := io.TextIOWrapper(io.BytesIO(), "ascii"))
     assert cli.main(["--help"]) == 0
     stream.seek(0)
     assert stream.readline() == "usage: jdp COMMAND \\u2026\n"
 
 
-def test_no_command_is_a_mistake_and_shows_the_help_on_stderr(capsys: pytest.CaptureFixture[str]):
+def test_no_command_shows_help_on_stderr(capsys):
     assert cli.main([]) == 2
     shown = capsys.readouterr()
     assert "usage: jdp COMMAND" in shown.err and not shown.out
 
 
-def test_the_help_of_train_lists_the_usual_keys(capsys: pytest.CaptureFixture[str]):
+def test_the_help_of_train_lists_the_usual_keys(capsys):
     assert cli.main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert "(default" not in text and "…" not in text
@@ -81,7 +80,7 @@ def test_the_help_of_train_lists_the_usual_keys(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_help_of_a_command_lists_every_option(name: str, capsys: pytest.CaptureFixture[str]):
+def test_the_help_of_a_command_lists_every_option(name, capsys):
     """With the whole of its docstring, in lines of at most 120 letters."""
     source = inspect.getsource(importlib.import_module(f"jdp.cli.{name}").Options)
     assert cli.main([name, "--help"]) == 0
@@ -91,7 +90,7 @@ def test_the_help_of_a_command_lists_every_option(name: str, capsys: pytest.Capt
     assert docs and [doc for doc in docs if " ".join(doc.split()) not in " ".join(text.split())] == []
 
 
-def test_help_all_lists_every_key_with_type_default_and_description(capsys: pytest.CaptureFixture[str]):
+def test_help_all_lists_every_key(capsys):
     assert cli.main(["train", "--help-all"]) == 0
     text = capsys.readouterr().out
     for option in ("--run-dir DIR", "--json", "FILE", "--profile "):
@@ -103,9 +102,7 @@ def test_help_all_lists_every_key_with_type_default_and_description(capsys: pyte
     assert "--train.accumulate  int >= 1  (default 1)" in text
 
 
-def test_version_shows_what_an_error_report_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_version_shows_what_an_error_report_needs(tmp_path, monkeypatch, capsys):
     for package, version in (("jax_cuda13_plugin", "0.9"), ("nvidia_cudnn_cu13", "9.8.7"), ("nvidia_nccl_cu13", "2.3")):
         info = tmp_path / f"{package}-{version}.dist-info"
         info.mkdir()
@@ -153,9 +150,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_a_users_mistake_is_one_error_on_stderr_and_exit_2(
-    file: str, arguments: list[str], expected: str, capfd: pytest.CaptureFixture[str]
-):
+def test_a_mistake_is_one_error_and_exit_2(file, arguments, expected, capfd):
     nested = Path(file).parent / "nested.toml"
     nested.write_text("x = " + "[" * 500)
     names = {"FILE": file, "NESTED:1x8": f"{nested}:1x8"}
@@ -167,13 +162,13 @@ def test_a_users_mistake_is_one_error_on_stderr_and_exit_2(
 
 
 @pytest.mark.parametrize("arguments", [["train"], ["train", "a", "b"], ["launch", "-n", "x", "--", "a.py"]])
-def test_wrong_options_exit_2_on_stderr(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+def test_wrong_options_exit_2_on_stderr(arguments, capsys):
     assert cli.main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.err and "Traceback" not in shown.err and not shown.out
 
 
-def test_a_file_is_replaced_a_link_stays_one_and_what_is_no_file_is_written_to(tmp_path: Path):
+def test_write_file_keeps_links_and_devices(tmp_path):
     file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
     file.write_text("before")
     link.symlink_to(file)
@@ -188,46 +183,33 @@ def test_a_file_is_replaced_a_link_stays_one_and_what_is_no_file_is_written_to(t
     assert sorted(tmp_path.iterdir()) == [file, link, pipe] and Path("/dev/full").is_char_device()
 
 
-def test_the_experiment_reaches_the_loop_with_its_overrides(file: str, tmp_path: Path, loop: Callable[..., None]):
-    seen: dict[str, Any] = {}
-    loop(lambda experiment, **given: seen.update(experiment=experiment, **given) or {})
-    runs = tmp_path / "a" / "runs"
-    assert cli.main(["train", "--train.steps", "5", file, "--strategy=zero3", "--run-dir", str(runs)]) == 0
-    experiment = seen["experiment"]
-    assert isinstance(experiment, Experiment)
-    assert (experiment.train.steps, experiment.strategy) == (5, "zero3")
-    assert seen["root"] == runs and seen["quiet"] is False
-
-
-def test_json_is_all_there_is_on_stdout(
-    file: str, tmp_path: Path, loop: Callable[..., None], capfd: pytest.CaptureFixture[str]
-):
-    def run(experiment: Experiment, *, quiet: bool, profile: range | None, **_: object) -> dict[str, Any]:
-        assert quiet and profile == range(2, 5)
+def test_json_is_all_there_is_on_stdout(file, tmp_path, loop, capfd):
+    def run(experiment, *, quiet, profile, **_):
+        assert quiet and profile == range(2, 5) and experiment.train.steps == 5
         print("from Python")
         os.write(1, b"from C++\n")
         return {"name": experiment.name, "final_loss": float("nan")}
 
     loop(run)
-    assert cli.main(["train", file, "--json", "--run-dir", str(tmp_path), "--profile", "2:4"]) == 0
+    assert cli.main(["train", "--train.steps=5", file, "--json", "--run-dir", str(tmp_path), "--profile", "2:4"]) == 0
     shown = capfd.readouterr()
     expected = {"name": "small", "final_loss": None, "nonfinite": {"final_loss": "nan"}}
     assert json.loads(shown.out) == expected and shown.out.count("\n") == 1
     assert "from Python" in shown.err and "from C++" in shown.err
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def run(*_: object, **__: object) -> None:
+def raising(error):
+    def run(*_, **__):
         raise error
 
     return run
 
 
-def numpy_mistake(*_: object, **__: object) -> None:
+def numpy_mistake(*_, **__):
     np.zeros(3).reshape(2, 2)
 
 
-def python_mistake_inside_jdp(*_: object, **__: object) -> None:
+def python_mistake_inside_jdp(*_, **__):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMPI_COMM_WORLD_SIZE", "three")
         find_cluster()
@@ -236,17 +218,13 @@ def python_mistake_inside_jdp(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     "run", [raising(KeyError("x")), raising(ValueError("outside jdp")), numpy_mistake, python_mistake_inside_jdp]
 )
-def test_a_fault_of_the_program_keeps_its_traceback(
-    file: str, tmp_path: Path, loop: Callable[..., None], capsys: pytest.CaptureFixture[str], run: Callable[..., Any]
-):
+def test_a_fault_of_the_program_keeps_its_traceback(file, tmp_path, loop, capsys, run):
     loop(run)
     assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == 70
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_value_error_that_jdp_raises_anywhere_in_a_run_is_a_users_mistake(
-    file: str, tmp_path: Path, loop: Callable[..., None], capsys: pytest.CaptureFixture[str]
-):
+def test_a_value_error_of_jdp_is_a_mistake(file, tmp_path, loop, capsys):
     from jdp.core.sharding.mesh import make_mesh
 
     loop(lambda *_, **__: make_mesh(data=3))
@@ -258,9 +236,7 @@ def test_a_value_error_that_jdp_raises_anywhere_in_a_run_is_a_users_mistake(
 @pytest.mark.parametrize(
     ("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(75), 75), (SystemExit(), 0), (SystemExit("no"), 1)]
 )
-def test_a_run_that_is_stopped_has_its_exit_code(
-    file: str, tmp_path: Path, loop: Callable[..., None], error: BaseException, code: int
-):
+def test_a_stopped_run_has_its_exit_code(file, tmp_path, loop, error, code):
     loop(raising(error))
     assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == code
 
@@ -272,7 +248,7 @@ def test_overrides_are_parted_from_a_commands_own_arguments():
     assert overrides == {"a.b": "-1", "a.c": "x=y", "seed": "3", "a.e": ""}
 
 
-def platform_chosen(monkeypatch: pytest.MonkeyPatch, devices: int | None = None) -> dict[str, Any]:
+def platform_chosen(monkeypatch, devices=None):
     updates: dict[str, Any] = {}
     monkeypatch.setattr(jax.config, "update", lambda name, value: updates.update({name: value}))
     machine.choose_platform(devices)
@@ -290,13 +266,7 @@ def platform_chosen(monkeypatch: pytest.MonkeyPatch, devices: int | None = None)
         (False, {"jax_cuda13_plugin"}, {"JAX_PLATFORMS": "tpu"}, {}),
     ],
 )
-def test_a_cuda_plugin_is_not_started_where_there_is_no_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-    nvidia: bool,
-    installed: set[str],
-    environment: dict[str, str],
-    chosen: dict[str, str],
-):
+def test_a_cuda_plugin_needs_a_gpu(monkeypatch, nvidia, installed, environment, chosen):
     monkeypatch.setattr(machine, "has_nvidia", lambda: nvidia)
     monkeypatch.setattr(machine, "find_spec", lambda name: True if name in installed else None)
     for name in ("JAX_PLATFORMS", "TPU_LIBRARY_PATH"):
@@ -306,7 +276,7 @@ def test_a_cuda_plugin_is_not_started_where_there_is_no_gpu(
     assert platform_chosen(monkeypatch) == chosen
 
 
-def test_visible_gpus_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch):
+def test_visible_gpus_are_those_of_the_environment(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: name == "jax_cuda13_plugin" or None)
     assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-abc"}) == ["2", "GPU-abc"]
     assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
@@ -316,7 +286,7 @@ def test_visible_gpus_are_those_of_the_environment(monkeypatch: pytest.MonkeyPat
     assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == [], "JAX could not use it"
 
 
-def test_a_lost_peer_is_told_from_faults_of_this_process(monkeypatch: pytest.MonkeyPatch):
+def test_a_lost_peer_differs_from_own_faults(monkeypatch):
     """What JAX says of Gloo is from a run of two processes, one of which met a damaged image."""
     gone = jax.errors.JaxRuntimeError(
         "FAILED_PRECONDITION: Gloo AllReduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"

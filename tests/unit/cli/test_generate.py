@@ -61,7 +61,7 @@ def written(capsys, *words):
     return out
 
 
-def test_greedy_text_is_the_argmax_of_the_whole_forward_pass(trained, capsys):
+def test_greedy_text_is_the_argmax_of_forward_passes(trained, capsys):
     file, folder, _ = trained
     given = ["tiny", "--run-dir", folder.parent, "--prompt", "data", "--prompt", "p", "--length", 4, "--temperature", 0]
     assert written(capsys, *given) == "".join(f"{likeliest(file, folder, text, 4)}\n" for text in ("data", "p"))
@@ -77,7 +77,7 @@ def test_the_text_is_that_of_the_runs_sample(trained, capsys):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_terminal_gets_no_control_characters_and_ascii_is_enough(trained, monkeypatch, terminal):
+def test_a_terminal_gets_no_control_characters(trained, monkeypatch, terminal):
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", stream := io.TextIOWrapper(raw, "ascii"))
     monkeypatch.setattr(stream, "isatty", lambda: terminal)
@@ -101,7 +101,7 @@ def test_a_tokenizer_that_was_moved_is_named(trained, capsys, tmp_path):
     assert exported == written(capsys, folder / "export", *given)
 
 
-def test_an_export_is_the_best_checkpoint_and_has_its_text(trained, capsys):
+def test_an_export_is_the_best_checkpoint(trained, capsys):
     file, folder, printed = trained
     best = exported_step(folder)
     assert best in saved_steps(folder)[:-1]
@@ -115,7 +115,7 @@ def test_an_export_is_the_best_checkpoint_and_has_its_text(trained, capsys):
     )
 
 
-def test_a_seed_has_its_text_and_stdout_nothing_else(trained, capsys, monkeypatch):
+def test_a_seed_fixes_the_text_on_stdout(trained, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a")))
     given = [trained[1], "--prompt", "-", "--json", "--temperature", 9]
     first = json.loads(written(capsys, *given))
@@ -140,10 +140,7 @@ def test_the_token_that_closes_documents_ends_the_text(trained, capsys, tmp_path
 
 RULE = "text is written by a GPT that learned text; "
 BAD = {
-    "beyond the context": (
-        ["--prompt", "abc", "--length", "6"],
-        "context of 8 tokens; given a prompt of 3",
-    ),
+    "beyond the context": (["--prompt", "abc", "--length", "6"], "context of 8 tokens; given a prompt of 3"),
     "stdin twice": (["--prompt", "-", "--prompt", "-"], "reads stdin, which can be read once"),
     "top_k": (["--top-k", "257"], r"top_k is between 1 and vocab_size(256); given 257"),
     "step": (["--step", "7"], 'or "best"; given 7'),
@@ -192,7 +189,7 @@ def test_what_writes_no_text_is_named(trained, capsys, tmp_path):
 # The export at the end of a run.
 
 
-def test_a_finished_run_exports_once_and_one_that_goes_on_again(trained, capsys):
+def test_a_run_exports_once_until_it_continues(trained, capsys):
     file, folder, _ = trained
     shutil.copytree(folder.parent, file.parent / "copy")
     folder = file.parent / "copy" / "tiny"
@@ -225,7 +222,7 @@ def test_a_folder_of_another_hand_is_left_alone(trained, capsys):
         ({"positions": "learned"}, "models that transformers has: remove the key. "),
     ],
 )
-def test_a_model_that_cannot_be_exported_is_refused_with_the_file(table, problem, tmp_path):
+def test_a_model_without_an_export_is_refused(table, problem, tmp_path):
     file = write_tiny(tmp_path, TABLES)
     load(file, {"model.lora_rank": "2"})  # its updates are added
     config = load(file, {f"model.{key}": json.dumps(value) for key, value in table.items()}).model.config
@@ -241,7 +238,7 @@ def test_only_a_gpt_is_exported(tmp_path):
         load(file, {"train.export": "none", "train.export_dtype": "bf16"})
 
 
-def test_the_tokenizer_of_bytes_is_that_of_a_file(tmp_path):
+def test_the_byte_tokenizer_equals_its_file(tmp_path):
     for name, table in byte_tokenizer().items():
         (tmp_path / name).write_text(json.dumps(table))
     ours, theirs = open_tokenizer("bytes"), open_tokenizer(str(tmp_path))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_runs import refused
 
 from jdp.cli.main import main
 from jdp.launch.events import EventLog
@@ -51,7 +52,6 @@ def test_a_run_without_a_recorder(run, capsys):
 
 @pytest.mark.parametrize("given", ["tinny", "nothing/at/all", "~nosuchuser/run", "a\0b"])
 def test_no_run_is_one_clear_error(run, capsys, given):
-    assert main(["why", given, "--run-dir", str(run.parent)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
+    error = refused(capsys, "why", given, "--run-dir", run.parent)
+    assert error.count("\n") == 1
     assert given != "tinny" or "did you mean" in error

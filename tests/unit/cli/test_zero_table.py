@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from tiny_runs import refused
 
 import jdp.cli.main as cli
 
 
-def table(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> dict:
+def table(arguments, capfd):
     assert cli.main(["plan", "--table", *arguments, "--json"]) == 0
     return json.loads(capfd.readouterr().out)
 
@@ -44,10 +45,8 @@ def test_people_get_both_tables(capfd):
 
 @pytest.mark.parametrize("size", ["70e9", "0:8", "0.5:8", "8:0", "1e99:8", "9:9:9"])
 def test_a_size_that_is_none_is_one_error(size, capfd):
-    assert cli.main(["plan", "--table", size]) == 2
-    shown = capfd.readouterr()
-    assert shown.err.startswith("error: --table takes PARAMETERS:DEVICES") and "write 70e9:8" in shown.err
-    assert shown.err.count("\n") == 1 and not shown.out
+    error = refused(capfd, "plan", "--table", size)
+    assert error.startswith("error: --table takes PARAMETERS:DEVICES") and error.endswith("write 70e9:8\n")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +61,4 @@ def test_a_size_that_is_none_is_one_error(size, capfd):
     ],
 )
 def test_what_the_table_does_not_use_is_refused(arguments, expected, capfd):
-    assert cli.main(arguments) == 2
-    shown = capfd.readouterr()
-    assert shown.err.startswith("error: ") and expected in shown.err and not shown.out
+    assert expected in refused(capfd, *arguments)

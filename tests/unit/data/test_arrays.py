@@ -12,20 +12,12 @@ LABELS = RNG.integers(0, 4, 200)
 TOKENS = RNG.integers(0, 90, (50, 9)).astype(np.uint16)
 
 
-def save(path, **arrays):
-    np.savez(path, **arrays)
-    return path
-
-
 def sides(data, key="features"):
     """Both sides' rows of one array, as sets of bytes."""
     return tuple({side[index][key].tobytes() for index in range(len(side))} for side in (data.train, data.heldout))
 
 
-# --- samples --------------------------------------------------------------------------------------------------------
-
-
-def test_a_sample_is_a_row_of_each_array_and_a_weight():
+def test_a_sample_is_a_row_and_weight():
     data = array_data({"features": FEATURES, "labels": LABELS, "mask": FEATURES > 0}, heldout_fraction=0.1)
     assert len(data.train) + len(data.heldout) == 200 and 5 <= len(data.heldout) <= 40
     for side in (data.train, data.heldout):
@@ -71,9 +63,6 @@ def test_labels_may_be_names():
     assert [data.classes[number] for number in data.train.arrays["labels"]] == names.tolist()
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------------
-
-
 def test_tokens_become_tokens_targets_and_weights():
     data = array_data({"tokens": TOKENS})
     sample, row = data.train[0], TOKENS[data.train.rows[0]]
@@ -111,30 +100,15 @@ def test_a_token_beyond_the_vocabulary_is_found():
         check_tokens(data, 1000)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"tokens": TOKENS[0]}, r"whole numbers \[samples, length \+ 1\]; given uint16 \[9\]"),
-        ({"tokens": TOKENS.astype(int) - 50}, r"tokens must count from 0; given -\d+ in tokens of sample 0"),
-        ({"tokens": TOKENS, "segments": TOKENS}, "packed tokens, with segments, require targets"),
-    ],
-)
-def test_tokens_that_cannot_be(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        array_data(wrong)
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_npz_is_the_dict_of_its_arrays(tmp_path):
-    path = save(tmp_path / "data.npz", features=FEATURES, labels=LABELS)
-    read, given = array_data(path), array_data({"features": FEATURES, "labels": LABELS})
+    path, arrays = tmp_path / "data.npz", {"features": FEATURES, "labels": LABELS}
+    np.savez(path, **arrays)
+    read, given = array_data(path), array_data(arrays)
     assert read.name == str(path) and read.fingerprint == given.fingerprint
     np.testing.assert_equal(dict(read.train[5]), dict(given.train[5]))
 
 
-def test_npy_files_are_mapped_and_named_by_their_files(tmp_path, notices):
+def test_npy_files_are_mapped(tmp_path, notices):
     np.save(tmp_path / "features.npy", FEATURES.astype(np.float32))
     np.save(tmp_path / "labels.npy", LABELS)
     (tmp_path / "notes.txt").write_text("mine")
@@ -147,42 +121,30 @@ def test_npy_files_are_mapped_and_named_by_their_files(tmp_path, notices):
     assert sides(one) == sides(data)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+XY = {"x": FEATURES, "labels": LABELS}
 
 
 @pytest.mark.parametrize(
-    ("arrays", "message"),
+    ("arrays", "options", "message"),
     [
-        ({}, "at least one array; given none in the arrays given"),
-        ({"x": FEATURES, "y": LABELS[:-1]}, r"same number of samples; given x \[200, 3\], y \[199\]"),
-        ({"x": np.where(FEATURES[17, 2] == FEATURES, np.nan, FEATURES)}, "finite .*; given nan in x of sample 17 of"),
-        ({"x": np.array([1, 2**31])}, "must fit in 32 bits, .* given 2147483648 in x of sample 1"),
-        ({"x": FEATURES, "labels": FEATURES[:, 0]}, r"one class a sample, .* given float64 \[200\]"),
-        ({"x": FEATURES, "labels": LABELS - 1}, "a class number must count from 0 .*; given -1 for sample"),
+        ({}, {}, "at least one array; given none in the arrays given"),
+        ({"x": FEATURES, "y": LABELS[:-1]}, {}, r"same number of samples; given x \[200, 3\], y \[199\]"),
+        ({"x": np.where(FEATURES[17, 2] == FEATURES, np.nan, FEATURES)}, {}, "finite .*; given nan in x of sample 17"),
+        ({"x": np.array([1, 2**31])}, {}, "must fit in 32 bits, .* given 2147483648 in x of sample 1"),
+        ({"x": FEATURES, "labels": FEATURES[:, 0]}, {}, r"one class a sample, .* given float64 \[200\]"),
+        ({"x": FEATURES, "labels": LABELS - 1}, {}, "a class number must count from 0 .*; given -1 for sample"),
+        (XY, {"features": "z"}, 'features = "z" must name one .*; given no array "z" in .*, which has x, labels'),
+        (XY | {"features": FEATURES}, {"features": "x"}, 'features = "x" must name one .*; given "features" too in'),
+        (XY, {"heldout": {"x": FEATURES}}, "names and shapes of the training arrays"),
+        (XY, {"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4; given 4"),
+        ({"tokens": TOKENS[0]}, {}, r"whole numbers \[samples, length \+ 1\]; given uint16 \[9\]"),
+        ({"tokens": TOKENS.astype(int) - 50}, {}, r"tokens must count from 0; given -\d+ in tokens of sample 0"),
+        ({"tokens": TOKENS, "segments": TOKENS}, {}, "packed tokens, with segments, require targets"),
     ],
 )
-def test_arrays_that_cannot_be(arrays, message):
+def test_wrong_arrays_and_arguments_are_refused(arrays, options, message):
     with pytest.raises(ValueError, match=message):
-        array_data(arrays)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (
-            {"features": "z"},
-            'features = "z" must name one of the arrays; given no array "z" in .*, which has x, labels',
-        ),
-        ({"heldout": {"x": FEATURES}}, "names and shapes of the training arrays"),
-        ({"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4; given 4"),
-    ],
-)
-def test_arguments_that_cannot_be(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        array_data({"x": FEATURES, "labels": LABELS}, **wrong)
-
-
-# --- the split ------------------------------------------------------------------------------------------------------
+        array_data(arrays, **options)
 
 
 def test_the_split_is_by_content():
@@ -210,10 +172,8 @@ def test_a_held_out_set_of_its_own():
 
 def test_the_fingerprint_is_of_every_sample():
     given = {"features": FEATURES, "labels": LABELS, "weights": np.ones(200)}
-    prints = {
-        array_data(given).fingerprint,
-        array_data({key: array.copy() for key, array in given.items()}).fingerprint,
-    }
+    copies = {key: array.copy() for key, array in given.items()}
+    prints = {array_data(given).fingerprint, array_data(copies).fingerprint}
     assert len(prints) == 1
     for key in given:
         changed = given[key].copy()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -29,25 +30,15 @@ class Pictures:
 SOURCE = augmented(Pictures(), crop_padding=2, flip=True, seed=SEED)
 
 
-def first(count, batches):
-    iterator = iter(batches)
-    taken = [next(iterator) for _ in range(count)]
-    iterator.close()
-    return taken
-
-
 def rows(count, *, batch_size, **options):
     """The first `count` rows of a run: a list of (label, bytes of the image)."""
     batches = global_batches(SOURCE, batch_size=batch_size, seed=SEED, **options)
-    pairs = (zip(batch["labels"], batch["images"], strict=True) for batch in first(-(-count // batch_size), batches))
+    pairs = (zip(batch["labels"], batch["images"], strict=True) for batch in islice(batches, -(-count // batch_size)))
     return [(int(label), image.tobytes()) for label, image in itertools.chain(*pairs)][:count]
 
 
-# --- the same anywhere: on any processes and after a resume in `test_order_properties.py` ---------------------------
-
-
 @pytest.mark.parametrize("options", [{"batch_size": 7}, {"batch_size": 45}, {"batch_size": 6, "threads": 4}], ids=str)
-def test_pixels_do_not_depend_on_batch_size_or_threads(options):
+def test_batch_size_and_threads_change_no_pixel(options):
     assert rows(90, **options) == rows(90, batch_size=1)
 
 
@@ -65,10 +56,7 @@ def test_the_draws_are_those_of_the_first_release():
     assert drawn == [5, 9, 11, 9, 0, 37, 7, 11, 5, 19, 0, 25, 31, 0, 35, 15]
 
 
-# --- what is drawn --------------------------------------------------------------------------------------------------
-
-
-def test_every_crop_is_a_window_of_the_padded_image_and_all_occur():
+def test_crops_are_all_windows_of_the_image():
     source = augmented(Pictures(), crop_padding=2, seed=SEED)
     image = Pictures()[4]["images"]
     padded = np.pad(image, ((2, 2), (2, 2), (0, 0)))
@@ -109,7 +97,7 @@ def shown(sample):
     return [edge for pair in ends for edge in pair]
 
 
-def test_a_resized_crop_has_the_area_and_proportions_of_torchvisions(gradients):
+def test_resized_crops_are_drawn_as_torchvisions(gradients):
     """`RandomResizedCrop`: area even from 8 to 100 %, proportions 3:4 to 4:3; what does not fit is drawn again."""
     source, seen = augmented(gradients.train, resized_crop=0.08, seed=SEED), []
     index = next(i for i in range(len(source)) if gradients.train[i]["images"][0, 0, 0] < 0)
@@ -124,9 +112,6 @@ def test_a_resized_crop_has_the_area_and_proportions_of_torchvisions(gradients):
     # draws with Python's `random`: 0.435, with standard deviation 0.218, and 0.031 with 0.16. Four deviations:
     assert areas.mean() == pytest.approx(0.435, abs=4 * 0.218 / 600**0.5)
     assert np.log(proportions).mean() == pytest.approx(0.031, abs=4 * 0.16 / 600**0.5)
-
-
-# --- of an experiment -----------------------------------------------------------------------------------------------
 
 
 def experiment(**data):
@@ -150,13 +135,8 @@ def test_only_what_is_trained_on_is_augmented():
     assert crops.fingerprint not in (data.fingerprint, plain.fingerprint)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
-
 REFUSED = {
-    "negative": (
-        {"crop_padding": -1},
-        "crop_padding must be 0 or more, and less than the height and width of images .5, 4",
-    ),
+    "negative": ({"crop_padding": -1}, "crop_padding must be 0 or more, .* height and width of images .5, 4"),
     "both": ({"resized_crop": 0.5, "crop_padding": 1}, "resized_crop and crop_padding both crop; given 0.5 and 1"),
     "arrays": ({"resized_crop": 0.5}, "resized_crop requires pictures from image_data; given Pictures"),
 }
@@ -177,19 +157,15 @@ def test_samples_without_images_and_mixtures_are_refused():
 
 
 KEYS = {
-    "word": ("vit-digits", "digits", 'augment = "flip"', "data.augment must be one of crop, resized_crop"),
-    "features": (
-        "mlp",
-        "digits",
-        'augment = "crop"',
-        "data.augment is for images, and model.name = 'mlp' learns features",
-    ),
+    "word": ("vit-digits", "flip", "data.augment must be one of crop, resized_crop"),
+    "features": ("mlp", "crop", "data.augment is for images, and model.name = 'mlp' learns features"),
 }
 
 
-@pytest.mark.parametrize(("model", "source", "key", "expected"), KEYS.values(), ids=KEYS)
-def test_a_wrong_key_is_one_error(tmp_path, capsys, model, source, key, expected):
+@pytest.mark.parametrize(("model", "augment", "expected"), KEYS.values(), ids=KEYS)
+def test_a_wrong_key_is_one_error(tmp_path, capsys, model, augment, expected):
     (tmp_path / "a.toml").write_text(
-        f'name = "a"\nmodel.name = "{model}"\ntrain = {{steps = 1, batch_size = 8}}\n[data]\nsource = "{source}"\n{key}'
+        f'name = "a"\nmodel.name = "{model}"\ntrain = {{steps = 1, batch_size = 8}}\n'
+        f'data = {{source = "digits", augment = "{augment}"}}'
     )
     assert expected in refused(capsys, "train", tmp_path / "a.toml", "--run-dir", tmp_path)

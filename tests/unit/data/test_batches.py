@@ -1,5 +1,7 @@
 """What batches promise beside `test_order_properties.py`: even shuffles, only own rows read, nothing silent."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 
@@ -25,16 +27,6 @@ class Counted:
 def indices(batches):
     """int [batches, rows]: which sample stands there, -1 for padding."""
     return np.array([np.where(batch["weights"][:, 0] > 0, batch["tokens"][:, 0], -1) for batch in batches])
-
-
-def first(count, batches):
-    iterator = iter(batches)
-    taken = [next(iterator) for _ in range(count)]
-    iterator.close()
-    return taken
-
-
-# --- the order ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("samples", [257, 2**16 + 3])
@@ -65,26 +57,23 @@ def test_the_order_is_the_same_for_ever():
     assert [sample_index(0, 10**6, at) for at in (0, 1, 2, 10**6, 10**6 + 1)] == [874232, 949262, 79955, 996274, 204535]
 
 
-# --- global batches -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [slice(1, None, 3), [4, 0], np.array([2, 3])])
 def test_rows_come_in_the_order_asked_for(rows):
-    whole = indices(first(4, global_batches(Counted(20), batch_size=6, seed=3)))
-    mine = indices(first(4, global_batches(Counted(20), batch_size=6, seed=3, rows=rows)))
+    whole = indices([*islice(global_batches(Counted(20), batch_size=6, seed=3), 4)])
+    mine = indices([*islice(global_batches(Counted(20), batch_size=6, seed=3, rows=rows), 4)])
     assert np.array_equal(mine, whole[:, rows])
 
 
 def test_a_late_start_costs_nothing():
     source = Counted(2**16 + 3)
-    [batch] = first(1, global_batches(source, batch_size=4, seed=0, start=10**9))
+    [batch] = [*islice(global_batches(source, batch_size=4, seed=0, start=10**9), 1)]
     assert batch["tokens"][:, 0].tolist() == [sample_index(0, len(source), 4 * 10**9 + row) for row in range(4)]
     assert len(source.reads) <= 4 * 6  # this batch and those read ahead
 
 
-def test_batches_of_another_size_go_on_after_the_samples_before():
-    small = first(4, global_batches(Counted(20), batch_size=3, seed=1))
-    wide = first(2, global_batches(Counted(20), batch_size=5, seed=1, start=1, samples=3))
+def test_another_batch_size_goes_on():
+    small = [*islice(global_batches(Counted(20), batch_size=3, seed=1), 4)]
+    wide = [*islice(global_batches(Counted(20), batch_size=5, seed=1, start=1, samples=3), 2)]
     assert np.concatenate(indices(wide))[:9].tolist() == np.concatenate(indices(small))[3:].tolist()
     with pytest.raises(ValueError, match="samples must not be negative; given -1"):
         global_batches(Counted(20), batch_size=3, seed=1, samples=-1)
@@ -107,6 +96,6 @@ def test_only_own_rows_are_read():
         ({"rows": [0, 4]}, r"each from 0 to 3; given \[0, 4\]"),
     ],
 )
-def test_what_is_wrong_with_a_run_is_reported_at_once(wrong, message):
+def test_a_wrong_run_is_refused_at_once(wrong, message):
     with pytest.raises(ValueError, match=message):
         global_batches(Counted(12), **({"batch_size": 4, "seed": 0} | wrong))

@@ -1,5 +1,6 @@
 """From this process' numpy batches to global arrays: whose rows, how far ahead, and what ends it."""
 
+import functools
 import gc
 import os
 import signal
@@ -44,9 +45,6 @@ def no_thread_is_left():
     assert until(lambda: not any(thread.name == "jdp-feed" for thread in threading.enumerate()))
 
 
-# Rows.
-
-
 @pytest.mark.parametrize(
     ("axes", "shards"),
     [
@@ -56,7 +54,7 @@ def no_thread_is_left():
         ({"model": 4, "data": 2}, 2),
     ],
 )
-def test_global_arrays_hold_each_row_where_the_plan_wants_it(axes, shards):
+def test_rows_are_sharded_as_the_plan_says(axes, shards):
     plan = plan_of(**axes)
     with jdp.shard_batches(batches(3), plan) as feed:
         got = list(feed)
@@ -76,7 +74,7 @@ def test_global_arrays_hold_each_row_where_the_plan_wants_it(axes, shards):
     ("blocks", "expected"),
     [([0, 1], [0, 1, 2, 3, 4, 5]), ([2, 3], [6, 7, 8, 9, 10, 11]), ([3, 0, 0], [0, 1, 2, 9, 10, 11])],
 )
-def test_a_process_reads_the_rows_of_its_own_devices(blocks, expected, monkeypatch):
+def test_a_process_reads_its_devices_rows(blocks, expected, monkeypatch):
     """Four shards of twelve rows; a process may hold any of them, some on several devices (a model's axis)."""
     indices = {f"device {i}": (slice(block, block + 1),) for i, block in enumerate(blocks)}
     sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: indices if shape == (4,) else None)
@@ -93,20 +91,12 @@ def test_rows_that_do_not_divide_are_refused():
         next(jdp.shard_batches([{"x": np.float32(1)}], plan_of()))
 
 
-# A loader that fills one buffer again and again.
-
-
-def mapped(shape, path):
-    """An array in a file: a mapping begins at a page."""
-    return np.memmap(path / "buffer", np.float32, "w+", shape=shape)
-
-
 @pytest.mark.parametrize("kind", ["numpy", "memory map"])
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 1, "model": 8}])
-def test_a_buffer_that_the_loader_fills_again_is_read_once(kind, axes, tmp_path):
+def test_a_reused_buffer_is_copied(kind, axes, tmp_path):
     shape = (16, 16)  # two rows a device: 128 bytes, so that every device's part is aligned too
-    make = {"numpy": aligned, "memory map": lambda shape: mapped(shape, tmp_path)}
-    buffer, plan = make[kind](shape), plan_of(**axes)
+    mapped = functools.partial(np.memmap, tmp_path / "buffer", np.float32, "w+", 0)  # begins at a page
+    buffer, plan = (aligned if kind == "numpy" else mapped)(shape), plan_of(**axes)
     alias = jax.device_put(np.asarray(buffer), jax.devices()[0])
     buffer[:] = 7
     assert float(alias[0, 0]) == 7, "JAX did alias it, or this test shows nothing"
@@ -121,11 +111,8 @@ def test_a_buffer_that_the_loader_fills_again_is_read_once(kind, axes, tmp_path)
     assert [np.unique(batch["x"]).tolist() for batch in got] == [[0], [1], [2], [3], [4]]
 
 
-# Ahead of the step.
-
-
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_the_loader_runs_so_far_ahead_and_no_further(prefetch, monkeypatch):
+def test_the_loader_runs_prefetch_batches_ahead(prefetch, monkeypatch):
     read, asked = [], []
 
     class Slots(threading.Semaphore):
@@ -170,9 +157,6 @@ def test_only_waiting_is_counted(monkeypatch):
         assert feed.wait_seconds == 5
 
 
-# The end.
-
-
 def test_nothing_to_read_is_an_error_in_words():
     generator = batches(2)
     feed = jdp.shard_batches(generator, plan_of())
@@ -200,7 +184,7 @@ def test_a_loader_is_an_iterable_of_batches(loader):
         jdp.shard_batches([], plan_of(), prefetch="2")
 
 
-def test_an_error_of_the_loader_is_raised_in_the_loop_after_the_batches_before_it():
+def test_a_loaders_error_comes_after_its_batches():
     def loader():
         yield from batches(2)
         raise OSError("disk on fire")
@@ -223,7 +207,7 @@ class Numbered:
         return {"reader": np.float32(os.getpid())}
 
 
-def test_a_data_worker_that_is_killed_is_an_error_in_the_loop():
+def test_a_killed_worker_is_an_error():
     """grain finds out in 3 seconds on an idle machine; the loop then raises, and does not wait."""
     flags.FLAGS.mark_as_parsed()  # as grain's workers need it; a program does so at its start
     batch = [grain.transforms.Batch(8)]
@@ -264,7 +248,7 @@ def test_closing_midway_stops_reading_and_ends_the_thread(taken):
     feed.close()  # twice is no mistake
 
 
-def test_a_feed_that_is_left_behind_stops_its_thread():
+def test_an_abandoned_feed_stops_its_thread():
     feed = jdp.shard_batches(batches(10**9), plan_of())
     next(feed)
     del feed

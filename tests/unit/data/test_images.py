@@ -24,9 +24,6 @@ def pictures(tmp_path_factory):
     return write_pictures(tmp_path_factory.mktemp("pictures"))
 
 
-# --- digits ---------------------------------------------------------------------------------------------------------
-
-
 def test_digits_are_all_there():
     from sklearn.datasets import load_digits
 
@@ -48,13 +45,10 @@ def test_digits_are_all_there():
     assert sorted([*data.train.rows, *data.heldout.rows]) == list(range(1797))
 
 
-def test_the_held_out_digits_are_the_same_for_ever():
+def test_the_held_out_digits_never_change():
     data = image_data("digits", heldout_fraction=0.2)
     assert len(data.heldout) == 321 and data.heldout.rows[:5].tolist() == [6, 8, 10, 12, 18]
     assert data.fingerprint == "db3db80df15d274e"
-
-
-# --- a directory ----------------------------------------------------------------------------------------------------
 
 
 def test_a_held_out_set_by_name(pictures, tmp_path):
@@ -67,7 +61,7 @@ def test_a_held_out_set_by_name(pictures, tmp_path):
         image_data(folder_of(pictures), heldout=folder_of(other))
 
 
-def test_the_fingerprint_is_of_the_samples_not_of_the_place(pictures, tmp_path):
+def test_the_fingerprint_is_of_the_samples(pictures, tmp_path):
     copy = shutil.copytree(pictures, tmp_path / "copy")
     prints = [image_data(folder_of(folder)).fingerprint for folder in (pictures, copy)]
     assert prints[0] == prints[1]
@@ -77,9 +71,6 @@ def test_the_fingerprint_is_of_the_samples_not_of_the_place(pictures, tmp_path):
     (copy / "cat" / "001.png").rename(copy / "zebra" / "001.png")
     prints.append(image_data(folder_of(copy)).fingerprint)
     assert len(set(prints)) == len(prints) - 1
-
-
-# --- numbers --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,17 +129,11 @@ def test_a_smaller_size_averages():
     assert Frame((4, 4), 1).decode(encoded(noise)).std() < noise.std() / 4
 
 
-# --- damage ---------------------------------------------------------------------------------------------------------
-
-
-DAMAGES = {
-    "cut": lambda content: content[:-40],
-    "no picture": lambda _: b"<html>404</html>",
-}
+DAMAGES = {"cut": lambda content: content[:-40], "no picture": lambda _: b"<html>404</html>"}
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_corrupt_picture_is_one_error_in_the_loop(pictures, tmp_path, damage):
+def test_a_corrupt_picture_is_one_error(pictures, tmp_path, damage):
     """Found when it is read, in a thread of a thread; it comes out as the user's mistake that it is: exit 2."""
     folder = shutil.copytree(pictures, tmp_path / "set")
     bad = folder / "cat" / "010.png"
@@ -163,19 +148,13 @@ def test_a_corrupt_picture_is_one_error_in_the_loop(pictures, tmp_path, damage):
     assert "\n" not in str(caught.value) and str(caught.value).endswith("; fix it, or leave it out")
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
         ((), "imagefolder reads .png, .* there are none"),
         (("1.png", "2.png"), "a column of labels must be named, .* given none that is known"),
         (("cat/1.png", "dog/1.png"), "two different samples, .* given 2 equal"),
-        (
-            ("train/cat/1.png", "extra/cat/1.png"),
-            r"name a split, or none .* with 1 such as .*extra/cat/1.png",
-        ),
+        (("train/cat/1.png", "extra/cat/1.png"), "name a split, or none .* with 1 such as .*extra/cat/1.png"),
     ],
 )
 def test_directories_that_cannot_be(tmp_path, names, message):
@@ -189,7 +168,7 @@ def test_directories_that_cannot_be(tmp_path, names, message):
 @pytest.mark.parametrize(
     ("name", "builder"), [("a", "imagefolder"), ("a.tar", "webdataset"), ("a.parquet", "parquet"), ("a.arrow", "arrow")]
 )
-def test_what_jdp_does_not_read_is_told_how_to_be(tmp_path, name, builder):
+def test_other_sources_are_told_how_to_be_read(tmp_path, name, builder):
     (tmp_path / name).write_bytes(b"") if "." in name else (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f'"digits", an .npz file .* write "hf:{builder}:{tmp_path}/{name}"'):
         image_data(tmp_path / name)

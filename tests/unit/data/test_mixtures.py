@@ -75,12 +75,12 @@ def test_positions_far_away_cost_nothing_and_agree():
         assert own[0] == pytest.approx(10**15 * weight / sum(WEIGHTS), rel=1e-8)  # weights are kept to 2⁻³²
 
 
-def test_the_order_of_a_mixture_is_the_same_for_ever():
+def test_the_order_of_a_mixture_never_changes():
     """Runs are resumed under other versions: these numbers may not change."""
     assert line(mixed(seed=3), 6, seed=5) == [(0, 0), (0, 6), (0, 4), (0, 1), (1, 30), (0, 2)]
 
 
-def test_a_run_of_epochs_ends_padded_and_unshuffled_is_the_first_epoch():
+def test_the_first_epoch_of_a_mixture():
     read = list(global_batches(mixed(), batch_size=10, seed=0, epochs=1))
     assert len(read) == 15 and sum(batch["weights"].sum() for batch in read) == 147 == len(mixed())
     plain = np.concatenate(

@@ -119,7 +119,7 @@ def together(source, partition, **run):
 
 @few
 @given(runs(all_sources))
-def test_any_number_of_processes_reads_the_same_global_batches(run):
+def test_processes_read_the_same_global_batches(run):
     source, partition, epochs, settings = run
     alone = list(global_batches(source, epochs=epochs, **settings))
     shared = together(source, partition, epochs=epochs, **settings)
@@ -132,7 +132,7 @@ def test_any_number_of_processes_reads_the_same_global_batches(run):
 
 @few
 @given(runs())
-def test_an_epoch_has_every_sample_once_and_padding_weighs_nothing(run):
+def test_an_epoch_has_every_sample_once(run):
     source, partition, epochs, settings = run
     batches = together(source, partition, epochs=epochs, **settings)
     indices, weights = sequence_of(source, batches)
@@ -150,7 +150,7 @@ def test_an_epoch_has_every_sample_once_and_padding_weighs_nothing(run):
 
 @few
 @given(runs(all_sources), st.data())
-def test_a_run_resumes_at_any_batch_on_other_processes(run, data):
+def test_a_run_resumes_on_other_processes(run, data):
     source, partition, epochs, settings = run
     whole = together(source, partition, epochs=epochs, **settings)
     start = data.draw(st.integers(0, len(whole)), label="start")
@@ -163,7 +163,7 @@ def test_a_run_resumes_at_any_batch_on_other_processes(run, data):
 
 @few
 @given(sources, seeds, st.lists(batch_sizes, min_size=2, max_size=2), st.integers(1, 4))
-def test_the_sequence_of_samples_does_not_depend_on_the_batch_size(source, seed, batch_sizes, threads):
+def test_the_batch_size_changes_no_order(source, seed, batch_sizes, threads):
     def sequence(batch_size):
         batches = global_batches(source, batch_size=batch_size, seed=seed, epochs=2, threads=threads)
         return sequence_of(source, list(batches))[0].flatten()[: 2 * len(source)]

@@ -37,7 +37,7 @@ def read_whole(folder):
     return f"hf:{'parquet' if (folder / 'train-0.parquet').exists() else 'json'}:{folder}"
 
 
-def test_a_stream_is_tokenised_once_and_gives_the_samples_of_its_rows(folder, monkeypatch):
+def test_a_stream_is_tokenised_once(folder, monkeypatch):
     stream = text_data(f"hf-stream:{folder}", length=16, heldout_fraction=0.2)
     memory = text_data(read_whole(folder), length=16, heldout_fraction=0.2, in_files=False)
     assert stream.folder is not None and stream.fingerprint == memory.fingerprint
@@ -56,7 +56,7 @@ def test_some_rows_of_a_stream(folder, rows, expected):
 
 
 @pytest.mark.parametrize("split", ["train[:10%]", "train[5:5]", "train[:-1]", "test"])
-def test_what_a_stream_cannot_do_is_a_users_mistake(folder, split):
+def test_impossible_ranges_of_a_stream_are_refused(folder, split):
     said = r"a range of a stream must count rows|hf-stream.* must name an existing split"
     with pytest.raises(ValueError, match=said) as caught:
         text_data(f"hf-stream:{folder}:{split}", length=16)

@@ -131,7 +131,7 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_process_does_not_grow_with_what_it_reads(tmp_path):
+def test_a_process_does_not_grow(tmp_path):
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(2**29)
     samples = TextSamples(MappedTokens(tmp_path / "sparse", np.dtype("<u2")), length=1024)

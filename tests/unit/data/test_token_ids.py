@@ -58,7 +58,7 @@ def targets(data):
 
 @pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("form", ["weights", "labels", "booleans", "arrays"])
-def test_a_weight_belongs_to_the_token_that_is_the_target(tmp_path, form, in_files):
+def test_a_weight_belongs_to_its_target(tmp_path, form, in_files):
     source, named = given_weights(tmp_path)[form]
     options = {"length": 32, "packing": "documents", "heldout_fraction": 0.2, "vocab_size": 500, "in_files": in_files}
     data = text_data(source, ids="input_ids", **named, **options)
@@ -71,7 +71,7 @@ def test_a_weight_belongs_to_the_token_that_is_the_target(tmp_path, form, in_fil
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
-def test_ids_are_laid_as_they_are_and_a_resume_has_the_same_bits(tmp_path, packing):
+def test_ids_are_unchanged_and_resume(tmp_path, packing):
     source = written(tmp_path, loss_mask=MASKS)
     options = {"length": 8, "ids": "input_ids", "weights": "loss_mask", "packing": packing, "heldout_fraction": 0.2}
     data = text_data(source, **options)
@@ -91,7 +91,7 @@ def test_ids_are_laid_as_they_are_and_a_resume_has_the_same_bits(tmp_path, packi
     assert text_data(other, **options).fingerprint != data.fingerprint, "weights are of the samples too"
 
 
-def test_a_long_row_is_cut_and_pieces_without_a_target_are_left_out(tmp_path):
+def test_pieces_without_a_target_are_left_out(tmp_path):
     ids = [[*range(1, 21)], [*range(30, 50)]]
     masks = [[0] * 15 + [1] * 5, [0] * 18 + [1, 1]]
     parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": ids, "loss_mask": masks}))
@@ -101,7 +101,7 @@ def test_a_long_row_is_cut_and_pieces_without_a_target_are_left_out(tmp_path):
     assert learnt == [16, 17, 18, 19, 20, 48, 49] and not [t for t, _ in targets(data) if t < 10]
 
 
-def test_rows_with_nothing_to_learn_are_left_out_and_counted(tmp_path, notices):
+def test_rows_without_a_target_are_counted(tmp_path, notices):
     rows = [[1, 2, 3], [4, 5], [], [6, 7, 8], [9]]
     masks = [[0, 0, 1], [1, 0], [], [0, 1, 0], [1]]
     parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": rows, "loss_mask": masks}))
@@ -113,7 +113,7 @@ def test_rows_with_nothing_to_learn_are_left_out_and_counted(tmp_path, notices):
         text_data(f"hf:parquet:{tmp_path}/b.parquet", length=2, ids="input_ids", weights="loss_mask")
 
 
-def test_columns_that_look_like_ids_or_weights_are_named(tmp_path, notices):
+def test_unread_columns_are_named(tmp_path, notices):
     masks = [[1] * len(ids) for ids in IDS]
     source = written(tmp_path, labels=IDS, attention_mask=masks, source=["a"] * ROWS)
     text_data(source, length=8, ids="input_ids")
@@ -126,10 +126,7 @@ def test_columns_that_look_like_ids_or_weights_are_named(tmp_path, notices):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            [[1, 2], [3, 256]],
-            "must be whole numbers from 0 to 255, below vocab_size 256; given 256 as token 1 of .* row 1",
-        ),
+        ([[1, 2], [3, 256]], "whole numbers from 0 to 255, below vocab_size 256; given 256 as token 1 of .* row 1"),
         ([[1, 2], [-3]], "given -3 as token 0 of .*a.jsonl .*, row 1"),
         (["text"], r'the column "input_ids" must have a list of numbers a row; given string'),
         ([[1], None], r"must have a list in each row; given null"),
@@ -144,11 +141,7 @@ def test_ids_that_cannot_be_name_row_and_id(tmp_path, rows, message):
 @pytest.mark.parametrize(
     ("columns", "named", "message"),
     [
-        (
-            {"loss_mask": [[1, 1], [1]]},
-            {"weights": "loss_mask"},
-            "must be of the same lengths; given 2 and 1 in .* row 1",
-        ),
+        ({"w": [[1, 1], [1]]}, {"weights": "w"}, "must be of the same lengths; given 2 and 1 in .* row 1"),
         ({"w": [[1.0, float("nan")], [1, 1]]}, {"weights": "w"}, "must be numbers from 0 to 1; given nan as token 1"),
         ({"labels": [[6, 5], [7, 8]]}, {"labels": "labels"}, "must be the ids, or -100 .* given 6 as token 0"),
         ({"m": [[1, 2], [1, 1]]}, {"attention_mask": "m"}, "must be 0 or 1; given 2 as token 1"),
@@ -179,7 +172,5 @@ def test_files_that_are_not_rows_of_ids(tmp_path):
     for name, fix in (("a.jsonl", 'write "hf:json:'), ("a.txt", "with experiments/prepare/text_to_ids.py")):
         with pytest.raises(ValueError, match=f"rows of ids are in .npz files, .* {fix}"):
             text_data(tmp_path / name, length=1, ids="input_ids")
-    with pytest.raises(
-        ValueError, match=r'weights, labels and attention_mask require rows of ids; .* ids = "input_ids"'
-    ):
+    with pytest.raises(ValueError, match=r'attention_mask require rows of ids; .* ids = "input_ids"'):
         text_data("stdlib", length=1, weights="loss_mask")

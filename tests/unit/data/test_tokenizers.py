@@ -64,7 +64,7 @@ def test_documents_become_the_tokens_of_the_file(trained, file, texts):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte level", "metaspace"])
-def test_text_that_comes_token_by_token_is_the_text(kind, trained, file):
+def test_text_is_decoded_token_by_token(kind, trained, file):
     """Characters of several tokens are never cut; a space that opens the text is not lost after other text."""
     if kind == "metaspace":  # whose decoder drops the first space
         words = {"<eos>": 0, "▁a": 1, "▁": 2, "b": 3, "ï": 4, "☃": 5}
@@ -81,7 +81,7 @@ def test_text_that_comes_token_by_token_is_the_text(kind, trained, file):
     assert torn == ["\ufffd"]  # what is not complete at the end is shown as it is
 
 
-def test_what_a_file_was_saved_with_cuts_and_pads_nothing(trained, tmp_path, texts):
+def test_a_files_truncation_and_padding_are_off(trained, tmp_path, texts):
     saved = tokenizers.Tokenizer.from_str(trained.to_str())
     saved.enable_truncation(5)
     saved.enable_padding(length=50)
@@ -154,9 +154,6 @@ def test_a_mixture_has_one_tokenizer(file, texts):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
 
 
-# --- what is wrong --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -191,9 +188,7 @@ def test_text_that_is_not_utf8_is_named(file, tmp_path):
 
 
 def test_a_tokenizer_must_fit_the_model(file, texts):
-    with pytest.raises(
-        ValueError, match=r"given vocab_size 299 and 300 in .*tokenizer.json .*: set vocab_size to 300 \(importing"
-    ):
+    with pytest.raises(ValueError, match=r"given vocab_size 299 and 300 in .*: set vocab_size to 300 \(importing"):
         text_data(texts, length=4, tokenizer=str(file), vocab_size=299)
     assert text_data(texts, length=4, tokenizer=str(file), vocab_size=512).vocab_size == 300
     with pytest.raises(ValueError, match="given vocab_size 255 and 256 in bytes"):

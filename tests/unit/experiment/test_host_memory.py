@@ -17,7 +17,7 @@ def planned(capsys, file, *more):
     return capsys.readouterr().out
 
 
-def test_two_copies_and_a_save_are_counted_and_must_fit(tmp_path, capsys):
+def test_two_copies_and_a_save_must_fit(tmp_path, capsys):
     write_points(tmp_path, points_text(TABLES, hidden=512))
     file = tmp_path / "points.toml"
     report = json.loads(planned(capsys, file, "--json", "--host-memory", "0.0001"))

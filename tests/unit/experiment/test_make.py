@@ -1,5 +1,6 @@
 """A package of one's own has a model, a data set, a loss and an optimizer, and files name them by `make`."""
 
+import importlib
 import json
 import os
 import sys
@@ -101,10 +102,7 @@ MISTAKES = {
     "an unknown keyword": (["--model.widht=3"], "model: rings:wave_net has no keyword widht; did you mean width?"),
     "no function": (["--loss.make=rings:smothed"], "rings has no function smothed; did you mean smoothed?"),
     "no module": (["--loss.make=rings.losses:smoothed"], "and there is no rings.losses. Install it"),
-    "another package": (
-        ["--loss.make=json:dumps"],
-        "'json:dumps' is code, which an experiment file alone does not",
-    ),
+    "another package": (["--loss.make=json:dumps"], "'json:dumps' is code, which an experiment file alone does not"),
     "too few arguments": (["--loss.make=rings:Points"], "must take model, batch, rng first; it takes rings, points"),
     "no data": (["--data.make=none", "--data.noise=none"], "data.noise is not a key of [data]"),
     "another metric": (["--train.keep_best=eval_acuracy"], "did you mean eval_accuracy?"),
@@ -155,7 +153,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("lines", "expected"), BROKEN.values(), ids=BROKEN)
-def test_a_package_that_does_not_import_shows_its_own_error(lines, expected, tmp_path):
+def test_a_failed_import_shows_the_packages_error(lines, expected, tmp_path):
     mine(tmp_path, *lines)
     with pytest.raises(ExperimentError) as error:
         load(write_made(tmp_path, model={"make": "mine:net"}), {"plugin": "mine"})
@@ -164,7 +162,7 @@ def test_a_package_that_does_not_import_shows_its_own_error(lines, expected, tmp
     assert [line for line in expected if line not in said] == [], said
 
 
-def test_what_a_function_raises_is_shown_with_the_users_lines_alone(tmp_path, capsys):
+def test_an_exception_shows_only_the_users_lines(tmp_path, capsys):
     mine(
         tmp_path,
         "from rings import *",
@@ -237,16 +235,12 @@ def test_each_goes_with_jdps_own(tmp_path):
 
 def data_of(given, **keys):
     table = tomllib.loads(Path(RINGS).read_text())
-    sys.modules["rings"].own = lambda: given
+    importlib.import_module("rings").own = lambda: given
     table["data"] = {"make": "rings:own", **keys}
     return made_data(Experiment.model_validate(table, context="rings").data)
 
 
-def test_two_sides_are_kept_as_they_are_and_an_order_of_its_own_too():
-    import rings
-
-    del rings
-
+def test_two_sides_keep_their_samples_and_order():
     class Backwards(list):
         def sample_at(self, position, seed):
             return self[-1 - position % len(self)]
@@ -263,10 +257,6 @@ def test_two_sides_are_kept_as_they_are_and_an_order_of_its_own_too():
 
 
 def test_samples_may_be_drawn_anew_in_every_epoch():
-    import rings
-
-    del rings
-
     class Drawn:
         def __len__(self):
             return 4
@@ -283,7 +273,7 @@ def test_samples_may_be_drawn_anew_in_every_epoch():
     assert sorted(second.tolist()) == [[index, 1] for index in range(4)]
 
 
-def test_a_metric_that_the_loss_does_not_give_is_named():
+def test_a_metric_missing_from_the_loss_is_named():
     metrics = '["accuracy", "margin"]'
     experiment = loaded(data__points="60", train__batch_size="16", train__eval_batches="1", loss__metrics=metrics)
     assembly = Assembly.on_devices(experiment)
@@ -300,6 +290,6 @@ def test_a_package_that_starts_jax_is_refused(tmp_path):
     assert "mine starts JAX when it is imported, before processes and devices are chosen" in result.stderr
 
 
-def test_a_plug_in_that_python_does_not_find_is_refused_also_without_a_make(tmp_path):
+def test_an_unknown_plug_in_is_refused_without_make(tmp_path):
     with pytest.raises(ExperimentError, match=r"--plugin names a package that Python finds; given \"nosuchpkg\""):
         load("quickstart", {"plugin": "nosuchpkg"})

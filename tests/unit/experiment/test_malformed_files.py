@@ -31,8 +31,26 @@ def data(text):
     return SMALL.replace("length = 32\n", f"length = 32\n{text}\n")
 
 
+def unreadable(path):
+    path.write_text(SMALL)
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("this user may read everything")
+
+
+def with_config(write):
+    """Write a file whose model is a folder with this config.json."""
+
+    def make(path):
+        path.write_text(SMALL.replace("gpt-nano", f"hf:{path.parent}"))
+        write(path.parent / "config.json")
+
+    return make
+
+
 LONG = "x" * 1_000_000
-MALFORMED: dict[str, str | bytes] = {
+DIGITS = '{"model_type": "llama", "hidden_size": ' + "9" * 10_000 + "}"
+MALFORMED: dict[str, str | bytes | Callable[[Path], object]] = {
     "empty": "",
     "UTF-16": SMALL.encode("utf-16"),
     "500 nested brackets": top("x = " + "[" * 500 + "]" * 500),
@@ -57,13 +75,24 @@ MALFORMED: dict[str, str | bytes] = {
     "model of a user who is not": SMALL.replace("gpt-nano", "hf:~nosuchuser/x"),
     "vocabulary of 1e9": SMALL.replace('"gpt-nano"', '"gpt-nano"\nvocab_size = 1_000_000_000\nwidth = 16384000'),
     "ResNet of 1e7 blocks": SMALL.replace('"gpt-nano"', '"resnet-digits"\nblocks = [10_000_000, 2]'),
+    "config that is nested": with_config(lambda config: config.write_text("[" * 100_000)),
+    "config of 10,000 digits": with_config(lambda config: config.write_text(DIGITS)),
+    "config that is a pipe": with_config(os.mkfifo),
+    "directory": Path.mkdir,
+    "more than 1 MiB": lambda path: path.write_text("#" * 2**20 + "\n"),
+    "unreadable": unreadable,
+    "FIFO": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
 }
 
 
 @pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_file_is_refused_in_few_words(tmp_path, content, capfd):
     path = tmp_path / "wrong.toml"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if callable(content):
+        content(path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(path, tmp_path, capfd)
 
 
@@ -81,47 +110,7 @@ def refused(path, folder, capfd, *more):
     assert not runs.exists()
 
 
-CONFIGS = {
-    "nested": b"[" * 100_000,
-    "digits": b'{"model_type": "llama", "hidden_size": ' + b"9" * 10_000 + b"}",
-}
-
-
-@pytest.mark.parametrize("content", [*CONFIGS.values(), None], ids=[*CONFIGS, "pipe"])
-def test_a_malformed_config_of_hugging_face_is_refused_in_few_words(tmp_path, content, capfd):
-    path, config = tmp_path / "wrong.toml", tmp_path / "config.json"
-    path.write_text(SMALL.replace("gpt-nano", f"hf:{tmp_path}"))
-    if content is None:
-        os.mkfifo(config)
-    else:
-        config.write_bytes(content)
-    refused(path, tmp_path, capfd)
-
-
-def unreadable(path):
-    path.write_text(SMALL)
-    path.chmod(0)
-
-
-NOT_FILES: dict[str, Callable[[Path], None]] = {
-    "directory": Path.mkdir,
-    "more than 1 MiB": lambda path: path.write_text("#" * 2**20 + "\n"),
-    "unreadable": unreadable,
-    "FIFO": os.mkfifo,
-    "device": lambda path: path.symlink_to("/dev/zero"),
-}
-
-
-@pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
-def test_what_is_no_file_is_refused(tmp_path, make, capfd):
-    path = tmp_path / "wrong.toml"
-    make(path)
-    if make is unreadable and os.access(path, os.R_OK):
-        pytest.skip("this user may read everything")
-    refused(path, tmp_path, capfd)
-
-
-def test_a_file_with_the_mark_of_an_editor_of_windows_is_read(tmp_path):
+def test_a_file_of_a_windows_editor_is_read(tmp_path):
     path = tmp_path / "right.toml"
     path.write_bytes(b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode())
     assert load(path).train.steps == 50
@@ -142,12 +131,12 @@ def test_a_malformed_override_is_refused_in_few_words(tmp_path, key, text, capfd
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_a_model_has_at_least_is_counted_without_tracing_it(size):
+def test_lower_bound_of_parameters_needs_no_trace(size):
     """The matrices: a fifth of a small ResNet are first blocks and norms, which are left out."""
     assert 0.8 <= parameter_lower_bound(SIZES[size]) / parameter_count(SIZES[size]) <= 1
 
 
-def test_memory_that_is_too_small_is_said_with_what_is_needed(tmp_path, monkeypatch):
+def test_too_little_memory_is_reported_with_the_need(tmp_path, monkeypatch):
     """820,352 parameters in fp32, and AdamW's two moments; on 8 devices that share the memory."""
     experiment = from_table({**tomllib.loads(SMALL), "name": "x"})
     assembly = Assembly.on_devices(experiment)

@@ -139,7 +139,7 @@ def test_frozen_norms_still_tell_that_layers_are_stacked():
     assert set(found_in(shapes, "layers/*/kernel").values()) == {LAST_TWO}
 
 
-def test_frozen_leaves_have_no_state_and_what_goes_where_is_reported(monkeypatch, capsys):
+def test_frozen_leaves_have_no_state_and_are_reported(monkeypatch, capsys):
     monkeypatch.setattr(notices, "_said", set())
     params = params_of(TINY)
     trained = trained_part(params, [path != "final_norm/scale" for path in flat(params)])

@@ -47,19 +47,19 @@ def test_a_path_of_that_name_goes_first(elsewhere):
     assert refusal("quickstart").startswith("quickstart is a folder, not an experiment file")
 
 
-def test_a_name_that_is_not_shipped_is_refused_with_those_that_are():
+def test_an_unknown_name_lists_the_shipped_experiments():
     listed = f"jdp ships {', '.join(shipped())}"
     assert refusal("nothing") == f"nothing: there is no such file; {listed}: write one of these names, or a TOML file's"
     assert refusal("gpt2-124m") == f"gpt2-124m: there is no such file; did you mean gpt2_124m? {listed}"
     assert refusal("experiments/hsdp.toml").endswith("there is no such file; jdp ships one: write hsdp")
 
 
-def test_a_file_here_that_lacks_its_ending_is_suggested(elsewhere):
+def test_a_file_without_its_ending_is_suggested(elsewhere):
     (elsewhere / "digits.toml").touch()
     assert "there is no such file; did you mean digits.toml? jdp ships" in refusal("digits")
 
 
-def test_launch_takes_a_name_unless_a_command_has_it(elsewhere, monkeypatch):
+def test_launch_takes_a_name_except_a_commands(elsewhere, monkeypatch):
     assert launch._program(["quickstart", "--train.steps", "2"]) is None
     command = elsewhere / "quickstart"
     command.touch(0o755)

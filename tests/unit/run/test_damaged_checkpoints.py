@@ -33,7 +33,7 @@ def losses(folder):
     return rows(folder, "loss", "grad_norm"), rows(folder, "eval_loss")
 
 
-def test_a_run_goes_on_from_the_newest_that_is_whole(undisturbed, capsys):
+def test_a_run_resumes_from_the_newest_whole_checkpoint(undisturbed, capsys):
     file, want = undisturbed
     checkpoints = file.parent / "runs" / "tiny" / "checkpoints"
     flip(max((checkpoints / "6").rglob("*"), key=lambda path: path.stat().st_size), 1000)
@@ -48,7 +48,7 @@ def test_a_run_goes_on_from_the_newest_that_is_whole(undisturbed, capsys):
     assert [found.status for found in check(folder)] == ["whole"] * 3
 
 
-def test_where_none_is_whole_the_run_stops_with_what_is_wrong_and_nothing_is_moved(undisturbed, capsys):
+def test_without_a_whole_checkpoint_nothing_is_moved(undisturbed, capsys):
     file, _ = undisturbed
     checkpoints = file.parent / "runs" / "tiny" / "checkpoints"
     before = sorted(path.name for path in checkpoints.iterdir())

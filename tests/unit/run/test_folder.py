@@ -18,7 +18,7 @@ def experiment(**tables):
     return to_toml(from_table(table | tables))
 
 
-def test_a_file_that_is_no_experiment_any_more_is_compared_key_by_key(tmp_path):
+def test_an_invalid_record_is_compared_by_key(tmp_path):
     record(experiment(), tmp_path)
     with (tmp_path / FILE).open("a") as file:
         file.write("\n[gone]\nkey = 1\n")
@@ -26,7 +26,7 @@ def test_a_file_that_is_no_experiment_any_more_is_compared_key_by_key(tmp_path):
         check_same(tmp_path, experiment())
 
 
-def test_how_a_model_is_computed_may_change_and_the_model_may_not(tmp_path):
+def test_computing_may_change_the_model_may_not(tmp_path):
     def gpt(**model):
         return experiment(model={"name": "gpt-nano", **model}, data={"source": "text.txt"})
 
@@ -36,7 +36,7 @@ def test_how_a_model_is_computed_may_change_and_the_model_may_not(tmp_path):
         check_same(tmp_path, gpt(layers=1, remat="full"))
 
 
-def test_names_and_paths_may_change_as_they_are_not_learnt(tmp_path):
+def test_names_and_paths_may_change(tmp_path):
     """The samples are compared by their fingerprint."""
     record(experiment(), tmp_path)
     check_same(tmp_path, experiment(name="renamed", data={"source": "moved/points.npz"}))
@@ -44,7 +44,7 @@ def test_names_and_paths_may_change_as_they_are_not_learnt(tmp_path):
         check_same(tmp_path, experiment(data={"source": "points.npz", "heldout_fraction": 0.2}))
 
 
-def test_the_folder_of_the_base_model_may_be_moved_or_gone(tmp_path):
+def test_the_base_models_folder_may_be_gone(tmp_path):
     """A run records all fields of its model."""
 
     def based(folder, **model):
@@ -63,7 +63,7 @@ def test_the_folder_of_the_base_model_may_be_moved_or_gone(tmp_path):
         from_table(table)
 
 
-def test_initial_weights_may_be_moved_and_no_others_taken(tmp_path):
+def test_initial_weights_may_only_be_moved(tmp_path):
     def starting(folder):
         return experiment(train={"steps": 10, "batch_size": 8, "init_from": str(tmp_path / folder)})
 
@@ -76,7 +76,7 @@ def test_initial_weights_may_be_moved_and_no_others_taken(tmp_path):
         check_same(tmp_path, starting("moved"))
 
 
-def test_more_steps_continue_a_constant_rate_and_a_schedule_says_what_they_change(tmp_path):
+def test_more_steps_need_a_constant_rate(tmp_path):
     def steps(count, schedule):
         train = {"steps": count, "batch_size": 8}
         return experiment(train=train, optimizer={"lr": 0.1, "schedule": schedule})

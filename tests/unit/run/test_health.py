@@ -68,7 +68,7 @@ def assert_equal_bits(one, other):
         assert a.tobytes() == b.tobytes(), jax.tree_util.keystr(path)
 
 
-def test_a_skipped_step_is_inspected_and_its_batch_kept(file, monkeypatch, capsys):
+def test_a_skipped_step_is_inspected_with_its_batch(file, monkeypatch, capsys):
     spoil(monkeypatch, {4: NAN, 5: NAN, 9: NAN})
     code, folder = train(file)
     shown = capsys.readouterr().out
@@ -136,7 +136,7 @@ def corrupt(monkeypatch, at, *, leaf="bias", device=5):
     monkeypatch.setattr(Training, "step", property(lambda self: self.__dict__.setdefault("wrong", wrong(self))))
 
 
-def test_a_device_that_differs_ends_the_run_before_it_is_saved(file, monkeypatch, capsys):
+def test_a_differing_device_ends_the_run_unsaved(file, monkeypatch, capsys):
     """The bit flips after step 4, and the comparison before the save of step 6 finds it."""
     with monkeypatch.context() as patched:
         corrupt(patched, at=4)

@@ -54,7 +54,7 @@ def test_each_visit_has_its_beginning_and_its_end(tmp_path):
 
 
 @pytest.mark.rest
-def test_a_run_that_was_taken_over_begins_anew_and_is_resumed(tmp_path):
+def test_a_taken_over_folder_begins_anew(tmp_path):
     once = {"eval_batches": 1, "log_every": 1, "checkpoint_every": 1}
     file = write_tiny(tmp_path, tables(train={"steps": 2, "batch_size": 8, **once}))
     folder = tmp_path / "runs" / "tiny"

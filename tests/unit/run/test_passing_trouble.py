@@ -49,7 +49,7 @@ def begins(monkeypatch):
         timer.join()
 
 
-def test_a_disk_that_is_full_for_a_moment_costs_no_step(file, begins, capsys):
+def test_a_disk_full_for_a_moment(file, begins, capsys):
     """The state of a save that failed in the background may be gone: the newest one is saved in its place."""
     with small_disk(file.parent / "runs", "4m"):
         hog = file.parent / "runs" / "hog"
@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_no_step(file, begins, capsys):
     assert re.search(r"it succeeded after \d+\.\d s, at try \d+\n", said)
 
 
-def test_rows_that_found_a_full_disk_are_there_once(tmp_path):
+def test_rows_are_unique_after_a_full_disk(tmp_path):
     failed = []
 
     def patiently(action):
@@ -83,9 +83,7 @@ def test_rows_that_found_a_full_disk_are_there_once(tmp_path):
         assert rows(tmp_path / "run", "loss") == {step: step / 7 for step in range(1, 301)}
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_75_and_it_goes_on_when_there_is_room(
-    file, begins, capsys, monkeypatch
-):
+def test_a_disk_that_stays_full_exits_with_75(file, begins, capsys, monkeypatch):
     monkeypatch.setattr(errors, "PATIENCE_SECONDS", 0.5)
     with small_disk(file.parent / "runs", "4m"):
         hog = file.parent / "runs" / "hog"
@@ -109,7 +107,7 @@ def fill(hog):
 
 
 @pytest.mark.rest
-def test_storage_that_is_away_costs_no_step_and_a_fresh_machine_resumes_from_it(bucket, file, begins, capsys):
+def test_a_fresh_machine_resumes_from_interrupted_storage(bucket, file, begins, capsys):
     fs, root = fsspec.core.url_to_fs(f"{bucket}/points", use_listings_cache=False)
     mirrored, kept = ("--train.mirror", f"{bucket}/points"), {name: getattr(fs, name) for name in ("put", "find")}
 

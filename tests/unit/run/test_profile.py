@@ -43,7 +43,7 @@ def test_both_ends_are_profiled(text, steps):
 
 
 @pytest.mark.parametrize("text", ["5:3", "0:2", "2:21", "21", "a:b", "1:", "1:2:3", "-1:2", ""])
-def test_a_bad_range_is_one_error_and_nothing_is_started(text, file, capsys):
+def test_a_bad_range_is_one_error(text, file, capsys):
     with pytest.raises(ValueError, match="--profile takes FIRST:LAST"):
         profiled_steps(text, of=20)
     error = refused(capsys, "train", file, "--run-dir", file.parent / "runs", f"--profile={text}")
@@ -52,7 +52,7 @@ def test_a_bad_range_is_one_error_and_nothing_is_started(text, file, capsys):
 
 
 @pytest.mark.rest
-def test_a_signal_ends_the_trace_and_what_is_behind_is_not_profiled_later(points, capsys):
+def test_a_signal_ends_the_trace_for_good(points, capsys):
     """Stopped by SIGTERM in step 3 of 2:5, with the summary so far on stdout; resumed, steps 4 and 5 are left."""
     with stopped_at(3, signal.SIGTERM):
         code, folder = train(points, "--profile", "2:5", "--json")
@@ -76,7 +76,7 @@ def test_a_signal_ends_the_trace_and_what_is_behind_is_not_profiled_later(points
     assert json.loads((folder / "summary.json").read_text()) == written, "and a visit without steps has no speed"
 
 
-def test_a_peak_is_known_by_the_whole_name_of_the_device():
+def test_a_peak_belongs_to_a_devices_name():
     assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", "float32") == peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 156e12
     assert peak_flops("TPU v5 lite", "bfloat16") == peak_flops("TPU v5e", "bfloat16") == 197e12
@@ -107,7 +107,7 @@ def known_cpu(monkeypatch):
     monkeypatch.setitem(chips.CHIPS, "described", chip)
 
 
-def test_seconds_at_the_peak_are_the_models_flops_over_all_devices(file, known_cpu):
+def test_seconds_at_peak_count_flops_over_devices(file, known_cpu):
     assembly = assembled(file)
     flops = model_flops(assembly.training.step, assembly.training.abstract_state, assembly.inputs.abstract_batch)
     assert at_peak(assembly) == pytest.approx(flops / (8 * 1e9))
@@ -116,7 +116,7 @@ def test_seconds_at_the_peak_are_the_models_flops_over_all_devices(file, known_c
     assert flops / 8e9 * 2 / 3 < at_peak(half) < flops / 8e9, "frozen weights have no gradient"
 
 
-def test_a_trace_of_these_steps_and_mfu_where_the_peak_is_known(points, known_cpu, capsys):
+def test_a_trace_has_its_steps_and_mfu(points, known_cpu, capsys):
     code, folder = train(points, "--profile", "2:4", "--json")
     assert code == 0
     shown = capsys.readouterr()

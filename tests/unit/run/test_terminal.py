@@ -12,6 +12,7 @@ import termios
 import threading
 
 import pytest
+from own_streams import streams
 from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import train
 
@@ -56,20 +57,8 @@ def terminal(columns, monkeypatch):
 
     reader = threading.Thread(target=read)
     reader.start()
-    kept = [os.dup(number) for number in (1, 2)]
-    for number in (1, 2):
-        os.dup2(theirs, number)
-    os.close(theirs)
-    with monkeypatch.context() as patched:
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            patched.setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
-        try:
-            yield got
-        finally:
-            sys.stdout.flush()
-            for number, before in zip((1, 2), kept, strict=True):
-                os.dup2(before, number)
-                os.close(before)
+    with streams(os.dup(theirs), theirs):
+        yield got
     reader.join(10)
     os.close(ours)
     got.text = b"".join(parts).decode()
@@ -80,17 +69,17 @@ def logged(display):
         for step in (1, 2, 3):
             display.step(step)
             display.log(step, ROW)
+        display.say("saved [step] 3 :smile:")
 
 
 @pytest.mark.parametrize("columns", [60, 120])
-def test_the_lines_of_a_pipe_scroll_above_one_bar(columns, monkeypatch):
+def test_lines_scroll_above_one_bar(columns, monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
     monkeypatch.setattr(sys, "stdout", pipe := io.StringIO())
     logged(Display(1000))
     lines = pipe.getvalue().splitlines()
-    assert lines[1] == (
-        "step    2/1000  loss 1.234  accuracy 0.51  lr 3.00e-04  grad_norm 12.5  skipped 1  20.4k tokens/s  0:00 to go"
-    )
+    row = "loss 1.234  accuracy 0.51  lr 3.00e-04  grad_norm 12.5  skipped 1  20.4k tokens/s"
+    assert lines[1] == f"step    2/1000  {row}  0:00 to go" and lines[-1] == "saved [step] 3 :smile:"
     with terminal(columns, monkeypatch) as got:
         logged(Display(1000))
     assert all(len(line) <= columns for line in got.lines)
@@ -100,7 +89,7 @@ def test_the_lines_of_a_pipe_scroll_above_one_bar(columns, monkeypatch):
     assert re.search(r"step 3/1000 .* 0:00 to go  20.4k tokens/s", got.bars[-1])
 
 
-def test_a_run_on_a_terminal_ends_with_its_time_its_folder_and_the_next_command(tmp_path, monkeypatch):
+def test_a_run_on_a_terminal(tmp_path, monkeypatch):
     text = points_text(tables(train={"steps": 6, "batch_size": 16, "log_every": 2}))
     file = write_points(tmp_path, text)
     monkeypatch.chdir(tmp_path)
@@ -115,7 +104,7 @@ def test_a_run_on_a_terminal_ends_with_its_time_its_folder_and_the_next_command(
     assert rows[-1] == f"next: jdp report {rows[-2].split()[-1]}"
 
 
-def test_notices_of_the_start_take_three_lines_at_most(tmp_path, monkeypatch, capsys):
+def test_first_notices_take_at_most_three_lines(tmp_path, monkeypatch, capsys):
     """Warnings are not counted; --verbose prints all; after the start all are printed."""
 
     def printed(count, wanted=True):

@@ -78,7 +78,7 @@ def logged_to_wandb(folder):
     return runs
 
 
-def test_wandb_offline_has_every_row_and_the_config_and_a_resumed_run_is_the_same_run(folder):
+def test_wandb_has_one_run_with_all_rows(folder):
     pytest.importorskip("wandb")
     visit(folder, range(1, 5), wandb="team/project")
     visit(folder, range(5, 7), after=4, wandb="team/project")
@@ -110,7 +110,7 @@ class Failing:
         raise AssertionError
 
 
-def test_a_tracker_that_fails_is_reported_once_and_the_run_goes_on(folder, monkeypatch, capsys):
+def test_a_failed_tracker_is_reported_once(folder, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "start_wandb", Failing)
     visit(folder, range(1, 6))
     said = capsys.readouterr().err
@@ -133,7 +133,7 @@ class Unanswered:
             raise TimeoutError("Timed out finishing run.")
 
 
-def test_an_end_waits_for_unsent_rows_only_so_long(folder, monkeypatch, capsys):
+def test_waiting_for_unsent_rows_is_limited(folder, monkeypatch, capsys):
     wandb = pytest.importorskip("wandb")
     assert trackers.CLOSE_SECONDS == 60
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.01)
@@ -146,7 +146,7 @@ def never(*_):
     raise RuntimeError("no such server")
 
 
-def test_a_resume_does_without_a_tracker_that_cannot_start_and_a_fresh_start_is_an_error(folder, monkeypatch, capsys):
+def test_a_tracker_must_start_with_a_fresh_run(folder, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "start_wandb", never)
     with pytest.raises(ValueError, match=r"train\.wandb = 'project' did not start: no such server .*WANDB_MODE"):
         trackers.start_tracker(folder, CONFIG, wandb="project")
@@ -157,9 +157,7 @@ def test_a_resume_does_without_a_tracker_that_cannot_start_and_a_fresh_start_is_
     assert list(rows(folder, "loss")) == [3, 4]
 
 
-TABLES = tables(
-    train={"steps": 4, "batch_size": 8, "log_every": 1, "eval_batches": 1, "wandb": "project"},
-)
+TABLES = tables(train={"steps": 4, "batch_size": 8, "log_every": 1, "eval_batches": 1, "wandb": "project"})
 
 
 @pytest.fixture
@@ -167,7 +165,7 @@ def file(tmp_path):
     return write_tiny(tmp_path, TABLES)
 
 
-def test_a_missing_package_ends_the_command_before_anything_is_written(file, monkeypatch, capsys):
+def test_a_missing_package_ends_the_command(file, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     error = refused(capsys, "train", file, "--run-dir", file.parent / "runs")
     assert error.startswith("error: train.wandb needs the package wandb") and error.count("\n") == 1
@@ -175,7 +173,7 @@ def test_a_missing_package_ends_the_command_before_anything_is_written(file, mon
 
 
 @pytest.mark.rest
-def test_a_run_that_a_signal_stops_is_stopped_over_there_and_goes_on_when_resumed(file):
+def test_wandb_continues_a_run_after_a_signal(file):
     pytest.importorskip("wandb")
     with stopped_at(2, signal.SIGTERM):
         code, folder = train(file)

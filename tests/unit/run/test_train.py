@@ -92,7 +92,20 @@ def test_stop_and_resume_is_bitwise_the_undisturbed_run(whole, experiment, capsy
         assert rows(folder, *names) == rows(whole, *names)
 
 
-def test_a_crash_repeats_the_steps_since_the_last_checkpoint(whole, experiment, capsys):
+@pytest.mark.rest
+def test_resume_with_int8_gradients_is_bitwise(experiment):
+    """The rounding of a step is drawn from its key: nothing is kept beside the state."""
+    int8 = ("--wire", "int8", "--model.hidden", "[4096]")
+    with stopped_at(5):
+        assert train(experiment, *int8)[0] == 130
+    runs = [train(experiment, *int8, name=name) for name in ("points", "calm")]
+    assert [code for code, _ in runs] == [0, 0]
+    for names in (("loss", "grad_norm"), ("eval_loss",)):
+        resumed, calm = (rows(folder, *names) for _, folder in runs)
+        assert resumed == calm and max(calm) == 8
+
+
+def test_a_crash_repeats_steps_since_the_checkpoint(whole, experiment, capsys):
     """Nothing was saved at step 5: the run goes on from 3, and no step is there twice."""
     with stopped_at(5) as patched:
         save = Checkpoints.save
@@ -152,7 +165,7 @@ def test_resumes_under_another_strategy(whole, experiment):
     assert rows(folder, "loss") == pytest.approx(rows(whole, "loss"), abs=5e-6)
 
 
-def test_non_finite_steps_are_skipped_and_too_many_end_the_run(experiment, capsys):
+def test_too_many_skipped_steps_end_the_run(experiment, capsys):
     """A learning rate that blows the weights up; the run ends with one error, not with NaN weights."""
     arguments = ("--optimizer.lr", "1e30", "--optimizer.name", "sgd", "--train.steps", "20")
     error = refused(capsys, "train", experiment, "--run-dir", experiment.parent / "runs", *arguments)
@@ -162,6 +175,7 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(experiment, capsy
 REFUSED = {
     "missing data": (["--data.source", "nowhere.txt"], "nowhere.txt"),
     "short text": (["--data.source", "short.txt"], "17"),
+    "weights without ids": (["--data.weights", "loss_mask"], 'set ids = "input_ids"'),
     "vocabulary": (["--model.vocab_size", "100"], "model.vocab_size must be at least 256"),
     "model": ([], "data.source must fit model.name = 'mlp'; given 'stdlib', and an MLP learns vectors"),
     "rule that matches nothing": (
@@ -174,7 +188,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_gets_one_error_and_leaves_nothing_behind(tmp_path, capsys, monkeypatch, case):
+def test_bad_input_gets_one_error_and_no_folder(tmp_path, capsys, monkeypatch, case):
     arguments, said = REFUSED[case]
     monkeypatch.chdir(tmp_path)
     for name, text in {"text": "data parallel training " * 500, "short": "shorter"}.items():

@@ -56,7 +56,7 @@ def test_a_classifier_reports_accuracy_and_examples(file, capsys):
     assert (summary["stopped_early"], summary["best_checkpoint"], summary["lr"]) == (False, None, 0.1)
 
 
-def test_a_run_stops_early_at_the_same_step_also_when_it_was_resumed(file, capsys):
+def test_early_stop_is_the_same_after_resumes(file, capsys):
     patience = (*STILL, "--train.eval_every", "1", "--train.stop_after", "2", "--json")
     code, folder = train(file, *patience)
     summary = summary_of(capsys)
@@ -82,7 +82,7 @@ def test_a_run_stops_early_at_the_same_step_also_when_it_was_resumed(file, capsy
 
 @pytest.mark.parametrize("step", [3, 6], ids=["between", "last"])
 @pytest.mark.default_ids("between")
-def test_an_evaluation_that_is_made_up_has_one_row(file, monkeypatch, step):
+def test_an_evaluation_after_a_resume_has_one_row(file, monkeypatch, step):
     """Its checkpoint precedes it, so each visit makes it up until a later checkpoint is there."""
     every = ("--train.eval_every", "3")
     with stopped_at(step):
@@ -98,13 +98,13 @@ def test_an_evaluation_that_is_made_up_has_one_row(file, monkeypatch, step):
         assert rows(folder, name) == rows(calm, name)
 
 
-def test_the_best_of_equals_is_a_checkpoint_that_is_there(file, capsys):
+def test_the_best_of_equals_is_on_disk(file, capsys):
     best = ("--train.keep_best", "eval_accuracy", "--train.keep_checkpoints", "1")
     code, folder = train(file, *STILL, "--train.eval_every", "1", *best, "--json")
     assert code == 0 and summary_of(capsys)["best_checkpoint"] in saved_steps(folder)
 
 
-def test_an_early_stop_goes_by_the_metric_of_the_best_checkpoint_and_its_last_step_has_a_row(file, capsys):
+def test_early_stop_uses_the_best_checkpoints_metric(file, capsys):
     patience = (*STILL, "--train.eval_every", "1", "--train.stop_after", "2", "--train.log_every", "100")
     code, folder = train(file, *patience, "--train.keep_best", "eval_accuracy", "--json")
     assert code == 0
@@ -126,7 +126,7 @@ def test_the_best_checkpoint_stays_whatever_else_goes(file, capsys):
     assert best < 6 and summary["best_checkpoint"] == best and saved_steps(folder) == [best, 6]
 
 
-def test_the_newest_checkpoints_stay_and_what_is_not_learnt_may_change_between_visits(file):
+def test_newest_checkpoints_stay_and_settings_may_change(file):
     _, folder = train(file, "--train.checkpoint_every", "1", "--train.keep_checkpoints", "2")
     assert saved_steps(folder) == [5, 6]
     more = ("--eval.all.source", str(file.parent / "points.npz"), "--mesh.model", "2", "--compiler", "overlap")
@@ -135,7 +135,7 @@ def test_the_newest_checkpoints_stay_and_what_is_not_learnt_may_change_between_v
 
 
 @pytest.mark.rest
-def test_weights_start_from_another_run_and_the_optimizer_anew(file, capsys):
+def test_weights_start_from_another_run(file, capsys):
     _, first = train(file, "--json")
     before = summary_of(capsys)
     adam = ("--optimizer.name", "adamw", "--optimizer.ema_decay", "0.9", *STILL)
@@ -182,7 +182,7 @@ def test_only_what_wrt_names_is_trained(file):
     assert np.abs(trained["layers"]["1"]["kernel"] - begun["layers"]["1"]["kernel"]).max() > 0.1
 
 
-def test_updates_that_overflow_end_the_run_with_one_error_that_names_the_rate(file, capsys):
+def test_overflowing_updates_name_the_rate(file, capsys):
     with np.load(file.parent / "points.npz") as points:
         np.savez(file.parent / "points.npz", features=points["features"] * np.float32(1e3), labels=points["labels"])
     error = refusal(capsys, file, "--optimizer.lr", "3e38")
@@ -194,7 +194,7 @@ def test_updates_that_overflow_end_the_run_with_one_error_that_names_the_rate(fi
 
 @pytest.mark.rest
 @pytest.mark.parametrize("count", [2, 5])
-def test_a_short_run_that_ends_in_skipped_steps_diverged(file, capsys, count):
+def test_a_short_run_of_skipped_steps_diverged(file, capsys, count):
     """The first update makes the weights huge, and no later step has finite gradients."""
     code, folder = train(file, "--optimizer.lr", "1e38", "--train.steps", str(count))
     shown = capsys.readouterr()
@@ -206,7 +206,7 @@ def test_a_short_run_that_ends_in_skipped_steps_diverged(file, capsys, count):
 
 
 @pytest.mark.rest
-def test_a_run_that_failed_before_its_first_step_leaves_no_folder_in_the_way(file, capsys):
+def test_a_run_failing_early_leaves_no_folder(file, capsys):
     _, other = train(file, "--train.steps", "1", name="other")
     wrong = ("--model.hidden", "[4]", "--train.init_from", str(other))
     refusal(capsys, file, *wrong)
@@ -218,7 +218,7 @@ def test_a_run_that_failed_before_its_first_step_leaves_no_folder_in_the_way(fil
 
 
 @pytest.mark.rest
-def test_a_run_goes_on_after_its_folder_its_data_and_its_first_weights_were_moved(file, capsys):
+def test_a_run_resumes_after_its_files_moved(file, capsys):
     _, base = train(file, "--train.steps", "1", name="base")
     begins = ("--optimizer.schedule", "constant", "--train.init_from", str(base))
     _, folder = train(file, *begins, "--train.steps", "1")
@@ -239,7 +239,7 @@ def test_a_run_goes_on_after_its_folder_its_data_and_its_first_weights_were_move
 @pytest.mark.parametrize(
     ("name", "lacks"), [("wte.weight", "model.embed_tokens.weight"), ("head/kernel", "embed/tokens")]
 )
-def test_a_safetensors_file_lacks_tensors_by_the_names_that_it_has(name, lacks, tmp_path, capsys):
+def test_missing_tensors_are_named_in_the_files_style(name, lacks, tmp_path, capsys):
     from safetensors.numpy import save_file
 
     save_file({name: np.zeros((4, 4), np.float32)}, tmp_path / "other.safetensors")
@@ -248,7 +248,7 @@ def test_a_safetensors_file_lacks_tensors_by_the_names_that_it_has(name, lacks, 
     assert "train.init_from: " in error and lacks in error and name in error
 
 
-def test_a_rule_that_shards_over_data_under_ddp_is_not_silent(file, capsys):
+def test_a_rule_over_data_under_ddp_warns(file, capsys):
     pattern = "layers/0/k*nel"
     notices._said.clear()
     assert train(file, f"--rules.{pattern}", '["", "data"]')[0] == 0
@@ -256,7 +256,7 @@ def test_a_rule_that_shards_over_data_under_ddp_is_not_silent(file, capsys):
 
 
 @pytest.mark.parametrize("size", [500, 4000], ids=["experiment", "metrics"])
-def test_a_full_disk_is_one_error_and_the_run_resumes_when_there_is_room(file, capsys, size):
+def test_a_full_disk_is_one_error(file, capsys, size):
     with files_of_at_most(size):
         error = refusal(capsys, file, "--train.steps", "60")
     assert "cannot be written: File too large" in error
@@ -266,7 +266,7 @@ def test_a_full_disk_is_one_error_and_the_run_resumes_when_there_is_room(file, c
     assert code == 0 and saved_steps(folder) == [60]
 
 
-def test_a_run_directory_that_cannot_be_written_is_one_error(file, capsys):
+def test_an_unwritable_run_directory_is_one_error(file, capsys):
     assert "/proc/runs/points cannot be written" in refused(capsys, "train", file, "--run-dir", "/proc/runs")
 
 
@@ -277,7 +277,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(file, capsys, monkeypatch):
+def test_a_second_run_in_a_folder_is_refused(file, capsys, monkeypatch):
     _, folder = train(file, "--train.steps", "1")
     with Claim(folder) as claim:
         assert claim.lock()
@@ -304,7 +304,7 @@ def after_step(monkeypatch, step, do):
     monkeypatch.setattr(Watch, "step", lambda self, done: (done == step and do(), real(self, done))[1])
 
 
-def test_a_folder_that_loses_its_files_during_a_run_is_whole_at_its_end(file, capsys, monkeypatch):
+def test_files_deleted_during_a_run_are_restored(file, capsys, monkeypatch):
     folder = file.parent / "runs" / "points"
 
     def lose():
@@ -320,7 +320,7 @@ def test_a_folder_that_loses_its_files_during_a_run_is_whole_at_its_end(file, ca
     assert train(file)[0] == 0, "it is the run's folder still"
 
 
-def test_a_run_whose_lock_another_one_took_ends_before_it_saves(file, capsys, monkeypatch):
+def test_a_run_that_lost_its_lock_ends_unsaved(file, capsys, monkeypatch):
     taken = ExitStack()
 
     def steal():
@@ -334,7 +334,7 @@ def test_a_run_whose_lock_another_one_took_ends_before_it_saves(file, capsys, mo
     assert saved_steps(file.parent / "runs" / "points") == []
 
 
-def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_next(file, capsys, monkeypatch):
+def test_a_folder_without_steps_is_taken_over(file, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("jdp.run.loop._steps", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         patched.setattr("jdp.run.folder._discard_unused", lambda folder: None)  # a killed process cleans up nothing
@@ -348,7 +348,7 @@ def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_ne
     assert train(file, "--optimizer.lr", "0.3")[0] == 2, "now there is a step in it"
 
 
-def test_a_run_that_ends_before_its_first_step_removes_only_its_own_files(file, monkeypatch):
+def test_an_early_end_removes_only_own_files(file, monkeypatch):
     folder = file.parent / "runs" / "points"
     users = {folder / "logs" / "slurm-1.out": b"1", folder / "events" / "notes.txt": b"2"}
     for path, text in users.items():

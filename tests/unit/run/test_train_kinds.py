@@ -109,7 +109,7 @@ def test_a_resnet_trains_on_digits_with_its_statistics(folder, tmp_path, capsys)
 
 
 @pytest.mark.rest
-def test_lora_fine_tunes_a_run_and_leaves_its_weights_alone(folder, tmp_path, capsys):
+def test_lora_leaves_the_weights_of_a_run(folder, tmp_path, capsys):
     """Trained on a mixture, whose texts are evaluated one by one, then fine-tuned on one of them."""
     file, runs = written(folder, "mixture"), ("--run-dir", str(tmp_path), "--train.eval_batches", "1")
     runs += ("--optimizer.name", "sgd", "--strategy", "zero3", "--model.width", "64")
@@ -143,7 +143,7 @@ def weights(folder):
 
 
 @pytest.mark.rest
-def test_what_the_file_asks_for_is_proven_as_it_is_trained(folder):
+def test_prove_runs_what_the_file_trains(folder):
     """A part of the parameters under LAMB, averaged: what `jdp prove` compares is what `jdp train` does."""
     optimizer = {"name": "lamb", "lr": 0.1, "ema_decay": 0.9}
     experiment = load(written(folder, "features"))
@@ -155,7 +155,7 @@ def test_what_the_file_asks_for_is_proven_as_it_is_trained(folder):
     assert any("in 2 of 4 parameters" in note for note in proof.notes), proof.notes
 
 
-def test_rules_and_mesh_of_the_file_shard_the_model():
+def test_rules_and_mesh_shard_the_model():
     experiment = from_table(
         {
             "name": "x",
@@ -184,6 +184,6 @@ UNFIT = {
 
 
 @pytest.mark.parametrize(("kind", "arguments", "said"), UNFIT.values(), ids=UNFIT)
-def test_a_model_that_does_not_fit_its_data_is_one_error_with_the_fix(folder, tmp_path, capsys, kind, arguments, said):
+def test_a_model_must_fit_its_data(folder, tmp_path, capsys, kind, arguments, said):
     assert said in refused(capsys, "train", written(folder, kind), "--run-dir", tmp_path, *arguments)
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,62 @@
+"""States of four weights on one device, and directories of their checkpoints."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jdp
+
+TX = optax.adamw(0.1)
+
+
+def one_device():
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
+
+
+@functools.cache
+def born():
+    return jdp.init_state(lambda rng: {"w": jnp.ones(4)}, TX, one_device(), rng=jax.random.key(0))
+
+
+def at(step, weight=None, skipped=0):
+    """A state that has consumed `step` batches, and whose weights are `step`, or `weight`."""
+    weights = {"w": jnp.full(4, float(step if weight is None else weight))}
+    return replace(born(), params=weights, step=jnp.int32(step - skipped), skipped=jnp.int32(skipped))
+
+
+@functools.cache
+def target():
+    return jdp.abstract_state(lambda rng: {"w": jnp.zeros(4)}, TX, one_device(), rng=jax.random.key(0))
+
+
+def fill(directory, *steps, keep=None):
+    with jdp.Checkpoints(directory, keep=keep) as saved:
+        for step in steps:
+            saved.save(at(step), {"count": step})
+
+
+def weight_of(state):
+    return float(state.params["w"][0])
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir() if path.name != ".jdp-checkpoints")
+
+
+def bits(tree):
+    """The leaves by path, as NumPy arrays; keys as their words, abstract leaves left out."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    leaves = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, jax.ShapeDtypeStruct)}
+    keys = {path for path, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
+    return {path: np.asarray(jax.random.key_data(leaf) if path in keys else leaf) for path, leaf in leaves.items()}
+
+
+def assert_same_bits(got, want):
+    got, want = bits(got), bits(want)
+    assert got.keys() == want.keys()
+    for path in want:
+        assert got[path].dtype == want[path].dtype and got[path].tobytes() == want[path].tobytes(), path
