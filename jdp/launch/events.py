@@ -141,7 +141,7 @@ class EventLog:
 def read(file: Path) -> list[Event]:
     """Return the events of a file in order, without damaged lines; no events without a file."""
     events: list[Event] = []
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for line in file.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, RecursionError):
                 event = json.loads(line)

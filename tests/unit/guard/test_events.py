@@ -74,12 +74,13 @@ def test_hostile_files_are_not_believed(tmp_path):
     assert read_logs(tmp_path / "nowhere", "rank") == {}
 
 
-def test_a_disk_that_cannot_be_written_stops_the_recorder_only(tmp_path, monkeypatch, capsys):
+def test_a_disk_that_cannot_be_written_stops_the_log_only(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jdp.base.notices._said", set())
     (tmp_path / "file").write_text("")
     log = EventLog(tmp_path / "file" / "rank-00000.jsonl")
     log.event("step", step=1)
     log.close()
+    assert read(log.file) == []
     assert "events are lost until it can, the run goes on" in capsys.readouterr().err
 
 
