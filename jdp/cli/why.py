@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
     from jdp.guard.diagnosis import ERRORS, diagnose
     from jdp.run.read_folder import find_run
 
-    folder = find_run(options.run, options.run_dir)
+    folder = find_run(options.run, options.run_dir, begun=False)
     found = diagnose(folder)
     if options.json:
         values = {"run": str(folder), "state": found.state, "began": found.began, "words": found.words}

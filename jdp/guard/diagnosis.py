@@ -128,8 +128,12 @@ def diagnose(
     ranks = {rank: visits for rank, events in logs.items() if (visits := _visits(rank, events, supervised))}
     if not ranks:
         spoken = [f"jdp launch: {event.get('words')}." for event in supervised[-_MOST_LINES:]]
-        unknown = f"{folder / EVENT_LOGS} has no log of a process: none began its loop there."
-        return Diagnosis("unknown", None, [unknown, *spoken])
+        unknown = (
+            f"{folder / EVENT_LOGS} has no log of a process: none began its loop there, all failed before a step was "
+            "logged, or the disk could not be written."
+        )
+        failed = [event["rank"] for event in supervised if isinstance(event.get("rank"), int)]
+        return Diagnosis("unknown", None, [unknown, *spoken, *(_log(folder, failed[-1]) if failed else [])])
     first = min(ranks)
     visits = _together(ranks)
     last = visits[-1]
@@ -166,7 +170,7 @@ def _end(visit: Events, until: float, supervised: Events) -> Mapping[str, Any] |
 def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
     """Return each visit of the first process, oldest first, with the simultaneous visits of the others.
 
-    A process may have fewer visits if it was killed before its recorder began, or if the run continued without it.
+    A process may have fewer visits if it was killed before its log began, or if the run continued without it.
     """
     own = ranks[min(ranks)]
     together = [{one.rank: one} for one in own]

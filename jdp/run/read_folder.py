@@ -32,11 +32,16 @@ def run_path(given: str) -> Path:
         raise ExperimentError(f"RUN: {error}") from None
 
 
-def find_run(given: str, runs: Path) -> Path:
-    """Return the folder of a run, given its path or its name in `runs`."""
+def find_run(given: str, runs: Path, *, begun: bool = True) -> Path:
+    """Return the folder of a run, given its path or its name in `runs`.
+
+    With `begun=False` it may have only a supervisor's log: all processes failed before the run began.
+    """
     path = run_path(given)
     named = [runs / path] if len(path.parts) == 1 else []
     folder = next((each for each in (path, *named) if (each / FILE).is_file()), None)
+    if folder is None and not begun:
+        folder = next((each for each in (path, *named) if any((each / EVENT_LOGS).glob("node-*.jsonl"))), None)
     if folder is not None:
         return folder
     there = sorted(file.parent.name for file in runs.glob(f"*/{FILE}"))

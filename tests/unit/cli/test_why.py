@@ -45,9 +45,23 @@ def test_what_broke_leads_to_the_page_of_errors(run, capsys):
     assert Path(last.rpartition(": ")[2]).read_text(encoding="utf-8").startswith("# Errors by their text")
 
 
-def test_a_run_without_a_recorder(run, capsys):
+def test_a_run_without_a_log(run, capsys):
     assert main(["why", str(run)]) == 0
     assert "has no log of a process" in capsys.readouterr().out
+
+
+def test_a_run_that_failed_before_it_began(run, capsys):
+    """Its first visit has removed all files but those of the launcher."""
+    (run / "experiment.toml").unlink()
+    log = EventLog(run / "events" / "node-00000.jsonl")
+    log.event("ended", rank=1, words="process 1 of 2 ended with exit code 70")
+    log.close()
+    (run / "logs").mkdir()
+    (run / "logs" / "rank-00001.log").write_text("MemoryError\n")
+    assert main(["why", "tiny", "--run-dir", str(run.parent)]) == 0
+    out = capsys.readouterr().out
+    assert "\njdp launch: process 1 of 2 ended with exit code 70.\n" in out and out.endswith("\n    MemoryError\n")
+    assert "it has no experiment.toml" in refused(capsys, "report", run)
 
 
 @pytest.mark.parametrize("given", ["tinny", "nothing/at/all", "~nosuchuser/run", "a\0b"])

@@ -15,7 +15,7 @@ def event(time, name, **values):
 
 
 def loop(rank, *, of=2, began=1000.0, steps=20, seconds=1.0, **parts):
-    """The recorder of a process that starts, restores and takes steps."""
+    """The log of a process that starts, restores and takes steps."""
     events = [
         event(began + 5, "start", rank=rank, of=of, pid=1, host=f"host{rank}", began=began),
         event(began + 6, "begin", doing="restore", step=0),
@@ -219,14 +219,14 @@ def test_a_process_that_died_before_it_recorded_is_not_judged_by_its_last_visit(
     assert any(line.endswith(" finished after step 20.") for line in found.words)
 
 
-def test_what_else_spoke_in_the_recorder_is_repeated(tmp_path):
+def test_what_else_spoke_in_the_log_is_repeated(tmp_path):
     found = asked(
         tmp_path, [*loop(0, of=1), event(1028.5, "health", words="A bit flipped."), event(1029.0, "finished", step=20)]
     )
     assert "A bit flipped." in found.words
 
 
-def test_no_recorder(tmp_path):
+def test_no_log_of_a_process(tmp_path):
     found = asked(tmp_path, supervisor=[ended(1000.0, 1, lost_peer=False)])
     assert found.state == "unknown" and "has no log of a process" in found.words[0]
     assert found.words[1] == "jdp launch: process 1 of 2 ended with signal 11 (SIGSEGV)."
