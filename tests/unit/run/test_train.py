@@ -69,7 +69,7 @@ def test_writes_what_it_promises(whole):
     assert list(whole.glob("events.out.tfevents.*"))
 
 
-def test_the_recorder_and_the_goodput_of_a_run(whole):
+def test_the_events_and_the_goodput_of_a_run(whole):
     events = read_logs(whole / "events", "rank")[0]
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 9))
     phases = [event["doing"] for event in events if event["event"] == "begin"]
