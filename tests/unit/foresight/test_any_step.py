@@ -180,12 +180,12 @@ def test_a_shard_map_over_its_mesh_is_refused():
         jdp.foresee(*closing_over(mesh_of(), local=True), target="cpu:8")
 
 
-def gradient_step(mesh, *, columns=64):
-    """Arguments: weights, split over `model` where the mesh has it; 20 rows of a batch, split over `data`."""
+def gradient_step(mesh, *, columns=64, rows=20):
+    """Arguments: weights, split over `model` where the mesh has it; rows of a batch, split over `data`."""
     step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w))
     split = P(None, "model" if "model" in mesh.axis_names else None)
     w = jax.ShapeDtypeStruct((64, columns), jnp.float32, sharding=NamedSharding(mesh, split))
-    return step, w, jax.ShapeDtypeStruct((20, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    return step, w, jax.ShapeDtypeStruct((rows, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -194,6 +194,11 @@ def test_auto_and_explicit_meshes_move(kind):
     assert report.mesh == {"data": 8}
     assert report.kept and report.wire_bytes_per_device == 2 * 7 / 8 * 4 * 64 * 64
     assert "a batch's rows must divide by data=8; given 20: rounded up to 24" in report.notes
+
+
+def test_raised_rows_divide_by_both_meshes():
+    report = jdp.foresee(*gradient_step(mesh_of(), rows=16), target="cpu:6")  # 18 divides by 6, but not by 4
+    assert "a batch's rows must divide by data=6; given 16: rounded up to 24" in report.notes
 
 
 def model_step(columns=64):
