@@ -13,7 +13,7 @@ import pytest
 from damage import files_of_at_most
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from safetensors import numpy
+from safetensors import numpy, safe_open
 from tiny_states import assert_same_bits
 
 import jdp
@@ -118,6 +118,8 @@ def test_shards_follow_the_convention(tmp_path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 1200, "jdp": jdp.__version__}
     assert index["weight_map"] == {"a": first, "b": first, "c": second}
+    for file in (first, second):  # Hugging Face's loaders refuse a file without a format
+        assert safe_open(tmp_path / file, framework="numpy").metadata()["format"] == "pt"
     for given in (path, tmp_path, tmp_path / "model.safetensors.index.json"):
         assert_same_bits(import_safetensors(given, tree), tree)
     export_safetensors(path, tree)
