@@ -220,6 +220,14 @@ def test_a_file_system_without_locks_is_written(tmp_path, monkeypatch):
         fill(tmp_path, 3)
 
 
+def test_a_forked_process_does_not_keep_the_claim(tmp_path):
+    claim = upkeep.claim(tmp_path)
+    inherited = os.dup(claim.fileno())  # shares the lock, as a fork's descriptor does
+    upkeep.release(claim)
+    upkeep.release(upkeep.claim(tmp_path))
+    os.close(inherited)
+
+
 def test_a_failed_start_of_a_save_ends_its_claim(tmp_path, monkeypatch):
     with jdp.Checkpoints(tmp_path) as saved:
         with monkeypatch.context() as patched, pytest.raises(jdp.CheckpointError, match="Input/output") as caught:
@@ -227,6 +235,17 @@ def test_a_failed_start_of_a_save_ends_its_claim(tmp_path, monkeypatch):
             saved.save(at(1))
         saved.save(at(1))  # while the error, with its frames, is alive
     assert caught.value and names(tmp_path) == ["1"]
+
+
+def test_close_ends_an_interrupted_save(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), jdp.Checkpoints(tmp_path) as saved:
+        monkeypatch.setattr(saved._arrays, "save", interrupted)
+        saved.save(at(1))
+    fill(tmp_path, 1)
+    assert names(tmp_path) == ["1"]
 
 
 def test_an_interrupted_close_keeps_the_claim(tmp_path, monkeypatch):
