@@ -186,6 +186,20 @@ def test_the_hubs_own_gpt2_file_is_read(gpt2, tmp_path, also):
 
 
 @pytest.mark.parametrize(
+    ("names_of", "config", "message"),
+    [
+        (gpt2_names, LLAMA, "GPT-2 has positions='learned'; given 'rotary'"),
+        (gpt2_names, replace(GPT2, qk_norm=True), "GPT-2 has qk_norm=False; given True"),
+        (gpt2_names, replace(GPT2, kv_heads=1), "GPT-2 has a key and value head for each .*; given kv_heads=1"),
+        (llama_names, GPT2, "Llama has positions='rotary'; given 'learned'"),
+    ],
+)
+def test_names_are_of_one_architecture(names_of, config, message):
+    with pytest.raises(ValueError, match=message):
+        names_of(config)
+
+
+@pytest.mark.parametrize(
     ("names", "message"),
     [
         ({"a": "w", "b": "v"}, "b to v, but the model has no such parameter; it has w"),
