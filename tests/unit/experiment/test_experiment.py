@@ -121,6 +121,7 @@ WRONG_FILES = [
     (SMALL + 'eval_metrics = ["top0_accuracy"]', "train.eval_metrics must be an array of"),
     (SMALL + 'eval_metrics = ["accuracy", "accuracy"]', "must name each metric once"),
     (SMALL + "[sample]\nprompt = []", "sample.prompt must be text of one character at least"),
+    (SMALL + '[sample]\nprompt = ""', "sample.prompt must be text of one character at least"),
     (SMALL + '[sample]\nprompt = ["a", 3]', "sample.prompt must be text of one character at least"),
     (
         in_data('ids = "input_ids"') + "[sample]\nlength = 3",
