@@ -169,7 +169,7 @@ WRONG_FILES = [
     ),
     (
         pictures("mlp", 'source = "digits"') + 'eval_metrics = "perplexity"',
-        "train.eval_metrics is for text (perplexity, bits_per_byte); given",
+        "train.eval_metrics has \"perplexity\", which is for text, and model.name = 'mlp' learns features: remove it",
     ),
     (SMALL + '[loss]\nmetrics = ["margin"]', "loss.metrics is for loss.make; given"),
     ('wire = "int7"\n' + SMALL, 'given "int7"; did you mean int8?'),
