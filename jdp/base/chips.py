@@ -97,7 +97,6 @@ _HELD = (
     "of 21 runs published by others and not used for fitting, half are predicted within 7 %, all within "
     f"{100 * _WORST:.0f} % (experiments/benchmarks/published.py)"
 )
-_HOPPER_PEAKS = {"bf16": 989.4, "f16": 989.4, "f32": 494.7, "f64": 66.9, "f8e4m3fn": 1978.9, "s8": 1978.9}
 
 _H100 = Gpu(
     name="NVIDIA H100 80GB HBM3",
@@ -112,7 +111,7 @@ _H100 = Gpu(
     memory_bandwidth=3_352_320_000_000,
     memory_bytes=84_942_979_072,
     links=18,
-    matmul_flops=_peaks(_HOPPER_PEAKS),
+    matmul_flops=_peaks({"bf16": 989.4, "f16": 989.4, "f32": 494.7, "f64": 66.9, "f8e4m3fn": 1978.9, "s8": 1978.9}),
     vector_flops=66.9e12,
     link_bandwidth=450e9,
     network_bandwidth=50e9,
@@ -169,9 +168,7 @@ _B200 = replace(
 GPUS = {
     "a100": _A100,
     "h100": _H100,
-    "h200": replace(
-        _H100, name="NVIDIA H200", memory_bytes=143_155 * _MIB, memory_bandwidth=4_800_000_000_000, l2=60 * _MIB
-    ),
+    "h200": replace(_H100, name="NVIDIA H200", memory_bytes=143_155 * _MIB, memory_bandwidth=4.8e12, l2=60 * _MIB),
     "b200": _B200,
 }
 

@@ -1,15 +1,13 @@
 """Keep the memory that a CPU computes in, on huge pages, instead of asking the kernel for it in every step.
 
-XLA:CPU allocates the buffers of a step when it starts and frees them when it ends. glibc's `malloc` maps large buffers
-from the kernel and returns them, so each step touches fresh pages, which the kernel fills with zeros. That takes a
-quarter of the processor time of a small model's step (`experiments/benchmarks/peers.py`). The settings below keep
-freed memory on one heap of the process, in pages of 2 MiB if the kernel has them. The price: the process stays at its
-peak memory, and all its threads allocate from one arena.
+XLA:CPU allocates the buffers of a step when it starts. glibc's `malloc` maps large ones from the kernel, which fills
+fresh pages with zeros: a quarter of the processor time of a small model's step (`experiments/benchmarks/peers.py`). The
+settings below keep freed memory on one heap, in pages of 2 MiB if the kernel has them. The price: the process stays at
+its peak memory, and all its threads allocate from one arena.
 """
 
 import ctypes
 import os
-from collections.abc import Mapping
 
 from jdp.base.machine import available_memory
 from jdp.base.public import public
@@ -43,7 +41,7 @@ def keep_memory() -> str | None:
     Returns:
         A line that reports the change; None if nothing was done.
     """
-    library = _glibc(os.environ)
+    library = _glibc() if os.environ.get(OFF, "0") in ("", "0") else None
     if library is None:
         return None
     for parameter, value in _SETTINGS.items():
@@ -52,10 +50,7 @@ def keep_memory() -> str | None:
     return f"memory is kept between steps, on huge pages: the process stays at its peak ({OFF}=1 turns it off)"
 
 
-def _glibc(environment: Mapping[str, str]) -> ctypes.CDLL | None:
-    """Return the C library of this process if it is glibc with its own `malloc`, and not turned off."""
-    if environment.get(OFF, "0") not in ("", "0"):
-        return None
+def _glibc() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(None)
     except (OSError, TypeError):  # Windows has no such handle
@@ -69,10 +64,7 @@ def _glibc(environment: Mapping[str, str]) -> ctypes.CDLL | None:
 
 
 def _advise_huge_pages(library: ctypes.CDLL, size: int) -> None:
-    """Have the next `size` bytes of the heap use huge pages; the settings above keep them on the heap.
-
-    The block is freed unwritten, so it costs only addresses. Without huge pages, or enough addresses, nothing changes.
-    """
+    """Have the next `size` bytes of the heap use huge pages: a block that is freed unwritten costs only addresses."""
     block = library.malloc(size) if size > _HUGE_PAGE else None
     if block is None:
         return

@@ -1,4 +1,4 @@
-"""A cache on disk, keyed by content: compiled programs, tokens of large texts.
+"""A cache on disk, keyed by content, and the folder of all of jdp's caches.
 
 An entry's name is a hash of everything that determines its result, so the cache cannot change a result. An entry that
 cannot be read is made again, and a folder that cannot be written is reported once.
@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from jdp.base.notices import notice
 from jdp.base.user_path import user_path
 
 T = TypeVar("T")
-_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile)
-
-
+_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zlib.error)
+_ENTRY = re.compile(r"[0-9a-f]{64}\.json\.z")
+"""An entry's file name; no other file is ever deleted."""
 _NOWHERE = Path(os.devnull) / "jdp"
 """The cache of a user without a home folder: nothing can be written below it, not even by root."""
 
@@ -60,29 +59,23 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 def others_may_write(folder: Path) -> str | None:
     """Return who else may write to a folder, and the command that forbids it; None if nobody, or no such folder."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return None
-    if found.st_mode & 0o022:
-        who = "all users" if found.st_mode & 0o002 else "its group"
+    if status.st_mode & 0o022:
+        who = "all users" if status.st_mode & 0o002 else "its group"
         return f"{who} may write to {folder}: chmod go-w {folder}"
-    if os.geteuid() and found.st_uid not in (os.geteuid(), 0):
-        return f"{folder} is user {found.st_uid}'s: set JDP_CACHE_DIR to a folder of your own"
+    if os.geteuid() and status.st_uid not in (os.geteuid(), 0):
+        return f"{folder} is user {status.st_uid}'s: set JDP_CACHE_DIR to a folder of your own"
     return None
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of entries; the least recently used are deleted when they exceed a limit together.
-
-    Attributes:
-        names: the regular expression of an entry's file name. No other file is ever deleted.
-    """
+    """A folder of compiled results; the least recently used are deleted when they exceed a limit together."""
 
     folder: Path  # made when the first entry is stored
     limit_bytes: int = 512 * 2**20  # all entries together
-    names: str = r"[0-9a-f]{64}\.json\.z"
-    contents: str = "compiled results"  # the kind of entries, for the message if they cannot be kept; "": no message
 
     @staticmethod
     def usual(wanted: bool = True) -> "Cache | None":
@@ -107,24 +100,23 @@ class Cache:
         """Store what `write` writes, completely or not at all, even if several processes store the same entry."""
         try:
             make_folder(self.folder)
-            with tempfile.TemporaryDirectory(dir=self.folder) as own:  # removed also when the disk is full
-                with Path(own, name).open("wb") as file:
+            with tempfile.TemporaryDirectory(dir=self.folder) as temporary:  # removed also when the disk is full
+                with Path(temporary, name).open("wb") as file:
                     write(file)
-                Path(own, name).replace(self.folder / name)
+                Path(temporary, name).replace(self.folder / name)
             self._prune()
         except OSError as error:
-            why = f"{self.contents} are not kept for the next run: {self.folder} cannot be written ({error.strerror})"
-            home = without_home(self.folder)  # the same for all contents
-            if self.contents:
-                notice(f"{home}; set JDP_CACHE_DIR to a folder that can be written" if home else why)
+            why = f"compiled results are not kept for the next run: {self.folder} cannot be written ({error.strerror})"
+            homeless = without_home(self.folder)
+            notice(f"{homeless}; set JDP_CACHE_DIR to a folder that can be written" if homeless else why)
 
     def _prune(self) -> None:
         entries: list[tuple[float, int, Path]] = []
         for path in self.folder.iterdir():
-            if re.fullmatch(self.names, path.name):
+            if _ENTRY.fullmatch(path.name):
                 with contextlib.suppress(FileNotFoundError):  # another process deleted it
-                    found = path.stat()
-                    entries.append((found.st_mtime, found.st_size, path))
+                    status = path.stat()
+                    entries.append((status.st_mtime, status.st_size, path))
         total = 0
         for _, size, path in sorted(entries, reverse=True):
             total += size

@@ -77,10 +77,7 @@ def escaped(text: str) -> str:
 
 
 def for_stream(text: str, stream: TextIO) -> str:
-    """Return text for a stream such as sys.stderr: on a terminal it is `escaped` and wrapped to the width.
-
-    Words longer than a line, such as paths, are not broken.
-    """
+    """Return text for a stream such as sys.stderr: on a terminal `escaped`, and wrapped to the width between words."""
     if not stream.isatty():
         return text
     return wrapped(escaped(text), os.get_terminal_size(stream.fileno()).columns or 80)

@@ -43,30 +43,27 @@ class HubSource:
     @staticmethod
     def of(source: str | os.PathLike[str]) -> HubSource | None:
         """Return the parts of a source; None if it does not begin with a prefix of these."""
-        found = _SOURCE.fullmatch(str(source))
-        if found is None:
+        match = _SOURCE.fullmatch(str(source))
+        if match is None:
             return None
-        parts = HubSource(found["prefix"], found["builder"], found["path"], found["split"])
-        whole = f"{parts.path}:{parts.split}"
-        if parts.split is not None and "\0" not in whole and Path(whole).expanduser().exists():
-            return replace(parts, path=whole, split=None)  # an existing path stays a path, even with colons
-        return parts
+        parsed = HubSource(**match.groupdict())
+        path = f"{parsed.path}:{parsed.split}"
+        if parsed.split is not None and "\0" not in path and Path(path).expanduser().exists():
+            return replace(parsed, path=path, split=None)  # an existing path stays a path, even with colons
+        return parsed
 
     @property
     def is_path(self) -> bool:
         """Whether the source names files of this machine, rather than a data set on the hub or an address."""
-        if "://" in self.path:
-            return False
-        return self.builder is not None or self.path.startswith((".", "~", "/"))
+        return "://" not in self.path and (self.builder is not None or self.path.startswith((".", "~", "/")))
 
     @property
     def no_builder(self) -> str | None:
         """The problem of a source such as "hf:jsonl:rows.jsonl", whose first word is not a builder; else None."""
         word, colon, rest = self.path.partition(":")
         file = rest if colon else self.split or ""
-        if self.builder is not None or "://" in self.path or word[:1] in ("", ".", "~", "/"):
-            return None
-        if not colon and builder_of(file) is None:
+        is_complete = self.builder is not None or "://" in self.path or word[:1] in ("", ".", "~", "/")
+        if is_complete or (not colon and builder_of(file) is None):
             return None
         return f'must name one of the builders {", ".join(BUILDERS)}, as in "{HF}{builder_of(file) or "json"}:{file}"'
 

@@ -14,21 +14,18 @@ same time over each device's network card. Sources: NVIDIA/nccl 2.28, src/graph/
 `ncclTopoGetAlgoTime`), every number below; NVIDIA/nccl-tests, doc/PERFORMANCE.md, for wire bytes.
 
 Reduction in the switches (NVLS, SHARP) is not modelled: an all-reduce inside a host of Hopper or later is up to 1.3
-times faster with it (NVIDIA/nccl-tests 212). Nor are the PAT algorithm, XLA's own small all-reduce kernels, limits
-per channel, and the wait for the last device. A tree's smaller traffic between two hosts, and groups or jobs that share
-a card or a switch, do not count. NCCL has no model for direct sends: they are timed with a ring's first hop.
+times faster with it (NVIDIA/nccl-tests 212). Nor are PAT, XLA's own small all-reduce kernels, the wait for the last
+device, and a card or switch that groups share. NCCL has no model for direct sends: they take a ring's first hop.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from jdp.base.chips import Chip, Gpu
 
 
-@dataclass(frozen=True)
-class CollectiveCost:
+class CollectiveCost(NamedTuple):
     """Seconds of one execution: latency and transfer; `algorithm` is the fastest, such as "ring LL128"."""
 
     latency_seconds: float
@@ -75,14 +72,11 @@ _LL_TWO_HOSTS, _LL_MORE_HOSTS = 39.0e9, 20.4e9
 # chooses Simple.
 _PLATEAU = 1.4
 
-# treeCorrectionFactor: the part of a tree's bandwidth reached with 64 B, 128 B, ... 256 MiB.
+# treeCorrectionFactor: the tenths of a tree's bandwidth reached with 64 B, 128 B, ... 256 MiB.
 _TREE_REACHES = {
-    "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
-    "LL128": (*(1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),),
-    "Simple": (
-        *(0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8),
-        *(0.9, 0.9),
-    ),
+    "LL": (10, 10, 10, 10, 9, 8, 7, 7, 7, 7, 6, 5, 4, 4, 5, 6, 7, 8, 9, 10, 10, 10, 10),
+    "LL128": (10, 10, 10, 10, 10, 9, 8, 8, 8, 7, 6, 6, 6, 6, 6, 6, 8, 9, 9, 9, 9, 10, 10),
+    "Simple": (9, 9, 9, 9, 9, 9, 9, 8, 7, 6, 6, 5, 5, 5, 5, 6, 7, 8, 7, 7, 8, 9, 9),
 }
 
 # How often a member of a ring of n sends the payload, in units of (n-1)/n, and how many rounds of n-1 hops that takes.
@@ -92,13 +86,9 @@ DIRECT = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
 def group_cost(kind: str, payload: float, group: Group, chip: Gpu) -> CollectiveCost:
     """Return the cost of the fastest algorithm for one group."""
-    if kind in DIRECT:
-        costs = _direct(kind, payload, group, chip)
-    elif kind == "all-reduce":
-        costs = (*_ring(kind, payload, group, chip), *_tree(payload, group, chip))
-    else:
-        costs = _ring(kind, payload, group, chip)
-    return min(costs, key=lambda cost: cost.seconds)
+    algorithms = _direct if kind in DIRECT else _ring
+    trees = _tree(payload, group, chip) if kind == "all-reduce" else ()
+    return min((*algorithms(kind, payload, group, chip), *trees), key=lambda cost: cost.seconds)
 
 
 def _bus(group: Group, chip: Chip) -> float:
@@ -150,8 +140,8 @@ def _tree(payload: float, group: Group, chip: Gpu) -> Iterator[CollectiveCost]:
         table = _TREE_REACHES[protocol.name]  # interpolated: a larger message is never faster
         position = min(max(math.log2(max(payload, 1) / 64), 0.0), len(table) - 1.0)
         below = min(int(position), len(table) - 2)
-        reached = table[below] + (position - below) * (table[below + 1] - table[below])
-        yield CollectiveCost(latency, 2 * payload / (left * reached), f"tree {protocol.name}")
+        tenths = table[below] + (position - below) * (table[below + 1] - table[below])
+        yield CollectiveCost(latency, 2 * payload / (left * tenths / 10), f"tree {protocol.name}")
 
 
 def _direct(kind: str, payload: float, group: Group, chip: Gpu) -> Iterator[CollectiveCost]:

@@ -90,10 +90,7 @@ def starts_cpus_alone() -> bool:
 
 
 def cpu_only(environment: Mapping[str, str]) -> bool:
-    """Return True if a CUDA plugin is installed without a device for it, and no other accelerator is likely.
-
-    False if the environment sets JAX_PLATFORMS.
-    """
+    """Return True if a CUDA plugin has no device and no other accelerator is likely, unless JAX_PLATFORMS is set."""
     if "JAX_PLATFORMS" in environment or "TPU_LIBRARY_PATH" in environment or has_nvidia():
         return False
     return any(map(find_spec, _CUDA_PLUGINS)) and not any(map(find_spec, _OTHER_PLUGINS))
@@ -107,13 +104,10 @@ def has_nvidia() -> bool:
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """Return the NVIDIA GPUs that a process with this environment would use, as CUDA_VISIBLE_DEVICES names them.
 
-    Empty if JAX has no CUDA plugin, or JAX_PLATFORMS excludes GPUs. In a container CUDA numbers its GPUs from 0,
-    independent of the device files' numbers.
+    Empty if JAX has no CUDA plugin, or JAX_PLATFORMS excludes GPUs. In a container CUDA numbers GPUs from 0.
     """
-    if not any(map(find_spec, _CUDA_PLUGINS)):
-        return []
-    platforms = environment.get("JAX_PLATFORMS", "")
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+    platforms = environment.get("JAX_PLATFORMS") or "cuda"
+    if not {"cuda", "gpu"} & set(platforms.split(",")) or not any(map(find_spec, _CUDA_PLUGINS)):
         return []
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
@@ -124,8 +118,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 def memory_bytes() -> int | None:
     """Return the memory of this machine in bytes, or of its control group if less; None without Linux."""
     total = _meminfo("MemTotal")
-    limits = [limit for limit, _ in _group_memory()]
-    return None if total is None else min([total, *limits])
+    return None if total is None else min([total, *(limit for limit, _ in _group_memory())])
 
 
 def available_memory() -> int | None:
@@ -135,40 +128,34 @@ def available_memory() -> int | None:
 
 
 def _group_memory() -> list[tuple[int, int]]:
-    """Return memory limit and use of this process' control group and each group above it (cgroups v1 and v2).
-
-    A batch system or systemd puts a job several groups deep, and each may have a limit; in a container the topmost
-    visible group is the container's.
-    """
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+    """Return memory limit and use of this process' control group and of each group above it (cgroups v1 and v2)."""
     folders: dict[Path, None] = {}
-    for number, controllers, path in (line.split(":", 2) for line in lines):
+    for number, controllers, path in (line.split(":", 2) for line in _text("/proc/self/cgroup").splitlines()):
         if number == "0" or "memory" in controllers.split(","):
             top = Path("/sys/fs/cgroup") / ("" if number == "0" else controllers)
-            own = top / path.lstrip("/")
-            folders |= dict.fromkeys([own, *(parent for parent in own.parents if parent.is_relative_to(top))])
+            group = top / path.lstrip("/")
+            folders |= dict.fromkeys([group, *(parent for parent in group.parents if parent.is_relative_to(top))])
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     limits = [(_number(folder / limit), folder / used) for folder in folders for limit, used in names]
     return [(limit, _number(used) or 0) for limit, used in limits if limit is not None]
 
 
 def _meminfo(entry: str) -> int | None:
-    try:
-        table = Path("/proc/meminfo").read_text(encoding="ascii")
-        return next((int(row.split()[1]) * 1024 for row in table.splitlines() if row.startswith(f"{entry}:")), None)
-    except (OSError, ValueError):
-        return None
+    row = re.search(rf"^{entry}:\s*(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
+    return int(row[1]) * 1024 if row else None
 
 
 def _number(file: Path) -> int | None:
     """Return the number in a control group's file; None without a file, or for "max", which means no limit."""
+    text = _text(file).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(file: Path | str) -> str:
     try:
-        return int(file.read_text(encoding="ascii"))
+        return Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError):
-        return None
+        return ""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -181,12 +168,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 def portions(items: Iterable[_T], size: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
     """Yield the items in order, in groups of at most `most` bytes together; a larger item is alone."""
-    group, held = list[_T](), 0
+    group, total = list[_T](), 0
     for item in items:
-        if group and held + size(item) > most:
+        if group and total + size(item) > most:
             yield group
-            group, held = [], 0
+            group, total = [], 0
         group.append(item)
-        held += size(item)
+        total += size(item)
     if group:
         yield group

@@ -49,9 +49,8 @@ def _report(message: str, *, counts: bool) -> None:
     elif logger.getEffectiveLevel() <= logging.WARNING:
         if counts and _start is not None:
             _start.append(message)
-            if len(_start) >= _MOST_LINES:
-                return
-        _print(message)
+        if not counts or _start is None or len(_start) < _MOST_LINES:
+            _print(message)
 
 
 def _print(message: str) -> None:

@@ -13,10 +13,7 @@ _noted = -1
 
 
 def note_progress(step: int) -> None:
-    """Record that, for this process, the run can be resumed after this step; do nothing without a supervisor.
-
-    Steps before the newest recorded step are ignored.
-    """
+    """Record that this process can be resumed after this step or a later one; do nothing without a supervisor."""
     global _noted
     if name := os.environ.get(PROGRESS_FILE):
         _noted = max(_noted, step)

@@ -55,29 +55,21 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
 
 
 def shortened(first: TracebackType | None, at_end: bool) -> TracebackType | None:
-    """Reduce each row of jdp's frames that leads to a frame of the user to its first frame.
-
-    With `at_end`, drop jdp's frames at the end too.
-    """
-    entry: TracebackType | None = None  # the first frame of such a row
-    row: list[TracebackType] = []  # the frames since then
+    """Reduce each row of jdp's frames that leads to a frame of the user to its first; drop those `at_end`."""
+    row: list[TracebackType] = []  # since the user's last frame: jdp's first, then those of libraries that it calls
     frame = first
     while frame is not None:
         if is_users(frame.tb_frame):
-            if entry is not None:
-                chain = [entry, *(other for other in row if not _is_jdps(other.tb_frame)), frame]
-                for above, below in pairwise(chain):
-                    above.tb_next = below
-            entry, row = None, []
-        elif entry is not None:
+            for above, below in pairwise([*row, frame]):
+                above.tb_next = below
+            row = []
+        elif _is_jdps(frame.tb_frame) != bool(row):
             row.append(frame)
-        elif _is_jdps(frame.tb_frame):
-            entry = frame
         frame = frame.tb_next
-    if at_end and entry is not None:
-        if entry is first:
+    if at_end and row:
+        if row[0] is first:
             return None
-        entry.tb_next = None
+        row[0].tb_next = None
     return first
 
 

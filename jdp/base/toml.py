@@ -6,7 +6,7 @@ A message must not repeat ten megabytes of input.
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 from jdp.base.errors import UserError
@@ -44,10 +44,9 @@ def brief(value: Any) -> str:
         case str():
             return toml_value(value) if len(value) <= LONGEST else f"{toml_value(value[:60])} … {_length(value)}"
         case list() | tuple():
-            return f"[{_joined(map(brief, _first(value)), len(value))}]"
+            return f"[{_joined(value, brief)}]"
         case Mapping():
-            items = (f"{shown_key(str(key))} = {brief(value[key])}" for key in _first(list(value)))
-            return f"{{{_joined(items, len(value))}}}"
+            return f"{{{_joined(value, lambda key: f'{shown_key(str(key))} = {brief(value[key])}')}}}"
         case int() if value.bit_length() > 64:
             return f"{'-' * (value < 0)}2**{value.bit_length() - 1} or more"
         case _:
@@ -65,7 +64,7 @@ def described(value: Any) -> str:
     if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
         return f"an array {value.dtype}{list(value.shape)}"
     if type(value) is tuple:
-        return f"a tuple ({_joined((type(entry).__name__ for entry in _first(value)), len(value))})"
+        return f"a tuple ({_joined(value, lambda entry: type(entry).__name__)})"
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
@@ -80,12 +79,10 @@ def cut(text: str, most: int = LONGEST) -> str:
     return text if len(text) <= most else f"{text[: most * 2 // 3]} … {_length(text)} … {text[-most // 3 :]}"
 
 
-def _first(entries: Any) -> Any:
-    return entries if len(entries) <= _UNCUT else entries[:_ENTRIES]
-
-
-def _joined(shown: Iterable[str], count: int) -> str:
-    return ", ".join(shown) + (f", … and {count - _ENTRIES:,} more" if count > _UNCUT else "")
+def _joined(entries: Collection[Any], show: Callable[[Any], str]) -> str:
+    first = [*entries] if len(entries) <= _UNCUT else [*entries][:_ENTRIES]
+    rest = len(entries) - len(first)
+    return ", ".join(map(show, first)) + (f", … and {rest:,} more" if rest else "")
 
 
 def _length(text: str) -> str:

@@ -62,10 +62,9 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def address_of(given: object) -> str | None:
-    """Return an address with its kind in lower case, two slashes, and none at its end; None for a path.
+    """Return an address with its kind in lower case and two slashes, or as s3:bucket/run; None for a path.
 
-    An address without slashes, such as s3:bucket/run, stays as it is. A path whose first part looks like a kind and
-    exists here is a path.
+    A path whose first part looks like a kind and exists here is a path.
     """
     if not isinstance(given, str | os.PathLike):
         return None

@@ -65,11 +65,9 @@ def joined(x: jax.Array) -> jax.Array:
 
 
 def owned(leaf: Any) -> Any:
-    """Copy an array that is no `jax.Array`, because its owner may write into its memory again.
+    """Copy an array that is no `jax.Array`: a loader that fills one buffer again would change batches before.
 
-    On the CPU an aligned NumPy array becomes a `jax.Array` without a copy (`may_alias=False` does not prevent it).
-    Elsewhere it may be read while it is transferred. A loader that fills one buffer again and again would then change
-    batches that it returned before.
+    On the CPU JAX takes an aligned NumPy array without a copy (`may_alias=False` does not prevent it).
     """
     return leaf if isinstance(leaf, jax.Array) else np.array(np.asarray(leaf))
 
@@ -82,16 +80,7 @@ def owned_batch(batch: Batch) -> Batch:
 
 
 def check_state(state: Any, call: str, batch: Any = None) -> None:
-    """Check that the state of a call is a `TrainState`: often it is a step's whole result, or in another place.
-
-    Args:
-        state: the argument.
-        call: how the function is called.
-        batch: its argument for a batch.
-
-    Raises:
-        ValueError: it is no state.
-    """
+    """Check that the state of a call is a `TrainState`: often it is a step's whole result, or in another place."""
     if isinstance(state, TrainState):
         return
     fix = "Make one: state = jdp.init_state(init, tx, plan, rng=jax.random.key(0))"
@@ -103,12 +92,9 @@ def check_state(state: Any, call: str, batch: Any = None) -> None:
 
 
 def check_operands(mesh: Mesh, batch: Any, **trees: Any) -> None:
-    """Check that a batch is one, and that all arrays of a call are on the devices of its mesh. Raises ValueError.
+    """Check that a batch is one, and that all arrays of a call are on the devices of its mesh.
 
-    Args:
-        mesh: of the call.
-        batch: its batch.
-        trees: its other operands, by the names that a message calls them.
+    `trees` are the call's other operands, by their names in messages.
     """
     if isinstance(batch, Iterator):
         raise UserError(f"A batch is a pytree of arrays; given {described(batch)}. Take batches from it by a loop.")

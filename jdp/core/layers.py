@@ -1,10 +1,8 @@
 """The layer loop of a deep model: here a layer is gathered and its gradient summed, and rematerialisation is chosen.
 
-A step passes the loss function complete parameters, gathered at the start, so that any code is correct. It also keeps a
-table of which gathered array came from which shard (`GatherTable`). `scan_layers` looks its leaves up there and loops
-over the *shards* (`layer_loop.py`); the gather at the start is then dead code, which the compiler removes. A leaf that
-was cast or reshaped before is not in the table. It is used as it is: correct, but gathered for the whole step, which is
-reported once.
+A step passes the loss function complete parameters, gathered at the start, so that any code is correct. `scan_layers`
+looks its leaves up in the `GatherTable` and loops over their shards (`layer_loop.py`); the gather at the start is then
+dead code. A leaf that was cast or reshaped before is not in the table: it is gathered for the whole step, and reported.
 
 Nothing is sent ahead where XLA inserts the collectives ("auto"), of a list of layers, and under `vmap`. There ZeRO-3
 gathers a layer in the call of the block, which is rematerialised.
@@ -42,15 +40,10 @@ Activations = TypeVar("Activations")
 
 @dataclass(frozen=True)
 class GatherTable:
-    """The parameters of the loss that is being traced.
-
-    Attributes:
-        boundary: gathers a shard, and sums its gradient.
-        table: id of a gathered array -> (that array, its shard, the parameter's placement).
-    """
+    """The parameters of the loss that is being traced."""
 
     boundary: Boundary
-    table: dict[int, tuple[jax.Array, Weight, Placement]]
+    table: dict[int, tuple[jax.Array, Weight, Placement]]  # id of a gathered array -> (it, its shard, its placement)
 
 
 _SMALL = 2**16
@@ -250,18 +243,17 @@ class _Body:
         return jax.tree.map(lambda leaf: leaf[0], self.operands) if self.leading else self.operands
 
     def check_marks(self, x: Any) -> None:
-        """Check that the block marks what its policy keeps, by one more trace where that policy is asked for."""
+        """Check by another trace that the block marks the values that its policy keeps."""
         if self.remat == EXCEPT_MLP:
-            check_marks(jax.make_jaxpr(self)(x, self.first, changes.values(self.outside)), self.remat)
+            check_marks(jax.make_jaxpr(self)(x, self.first, changes.values(self.outside)))
 
     @property
     def unrolls(self) -> bool:
-        """Whether a loop over stacked layers is compiled layer by layer, if they are few.
+        """Whether a loop over stacked layers is compiled layer by layer, if they are few: a loop copies activations.
 
-        A loop copies activations, and weights that are gathered once, into stacks and out again. That is an eighth of a
-        small GPT's step on a CPU, and a tenth of a large one's on GPUs. On a CPU rematerialised layers stay a loop,
-        which keeps XLA from merging the second time with the first. So do those beside a `model` axis, along which XLA
-        sends more while it computes in a loop (tensor_parallel on h100:8x8, simulated: 807 ms in place of 891).
+        On a CPU rematerialised layers stay a loop, which keeps XLA from merging the second time with the first. So do
+        layers beside a `model` axis, along which XLA sends more while it computes in a loop (tensor_parallel on
+        h100:8x8, simulated: 807 ms in place of 891).
         """
         platform = traced_device().platform
         few = self.layers <= _MOST_UNROLLED.get(platform, 0)

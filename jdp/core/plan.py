@@ -299,16 +299,7 @@ class Plan:
 
 
 def check_plan(plan: object, call: str, *others: object) -> None:
-    """Check the type of a plan, because users often pass a strategy, a mesh or another argument in its place.
-
-    Args:
-        plan: the argument.
-        call: the function's call in the right order, for the error.
-        others: its other arguments.
-
-    Raises:
-        ValueError: `plan` is not a plan.
-    """
+    """Check the type of a plan; `call` is the function's call in the right order, and `others` its other arguments."""
     if not isinstance(plan, Plan):
         is_exchanged = any(isinstance(other, Plan) for other in others)
         fix = f"Write the arguments in this order: {call}" if is_exchanged else _WRITE

@@ -45,9 +45,8 @@ class Precision:
 
     @public()
     def __post_init__(self) -> None:
-        for field in ("params", "compute", "reduce"):
-            if getattr(self, field) not in DTYPES:
-                given = getattr(self, field)
+        for field, given in vars(self).items():
+            if given not in DTYPES:
                 raise UserError(f"Precision.{field} is one of {', '.join(DTYPES)}; given {given!r}. Name one.")
 
     @staticmethod

@@ -1,7 +1,5 @@
 """Policies of `jax.checkpoint`: the values that the backward pass of a layer keeps, or computes again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,7 +81,7 @@ def _is_marked(prim: Any, params: Mapping[str, Any], *names: str) -> bool:
     return prim.name == "name" and params["name"] in names
 
 
-def check_marks(program: Any, remat: Remat) -> None:
+def check_marks(program: Any) -> None:
     """Refuse a traced block without a mark, of which the policy would keep nothing."""
     if not any(_is_marked(eqn.primitive, eqn.params, ATTENTION) for eqn in every_eqn(program.jaxpr)):
         raise UserError(

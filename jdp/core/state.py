@@ -16,20 +16,12 @@ from jdp.core.types import Model, PyTree
 
 @dataclass(frozen=True)
 class Static:
-    """The part of a state that is not an array: it is fixed when the state is made, and part of the tree's structure.
-
-    Attributes:
-        tx: the optimizer, so a step takes only a state and a batch.
-        adapter: makes the loss function's model from `params` and `model_state` (a `flax_nnx.Adapter` for an NNX
-            module); None if the loss function takes the parameters themselves.
-        specs: (path, PartitionSpec) for the parameters that the model's own metadata shards; rules override them.
-        trained: for each leaf of the parameters, in order, whether it is trained; None if all are.
-    """
+    """The part of a state that is not an array: fixed when the state is made, and part of the tree's structure."""
 
     tx: optax.GradientTransformation
-    adapter: Any = None
-    specs: tuple[tuple[str, PartitionSpec], ...] = ()
-    trained: tuple[bool, ...] | None = None
+    adapter: Any = None  # makes the model of `params` and `model_state`; None: the loss takes the parameters themselves
+    specs: tuple[tuple[str, PartitionSpec], ...] = ()  # of parameters that the model's own metadata shards, by path
+    trained: tuple[bool, ...] | None = None  # for each leaf of the parameters, in order; None: all
 
 
 @jax.tree_util.register_dataclass
@@ -85,11 +77,7 @@ class TrainState(Generic[Model]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Models:
-    """The arguments of a loss beside its batch, for the models of a gradient.
-
-    Attributes:
-        params, model_state, rng, static: as in `TrainState`; several models are in tuples.
-    """
+    """The arguments of a loss beside its batch, for a gradient: as in `TrainState`, but with tuples for the models."""
 
     params: PyTree
     model_state: PyTree

@@ -1,12 +1,7 @@
-"""The training step and the evaluation step, read top to bottom.
+"""The training step and the evaluation step, traced once for each shape of batch and compiled.
 
-A step, traced once for each shape of batch and compiled:
-1. check the batch against mesh and accumulation, choose the partitioning, and prove, or try on a few rows, that the
-   loss may be called on parts of the batch;
-2. compute the gradient: Σ∇total and Σweight over all devices and microbatches (`jdp.core.gradients`), divided once;
-3. clip by the global norm (`update/guarded.py`, as the rest);
-4. update the sharded master weights;
-5. the finite guard: if the gradient or the new state is not finite, keep everything as it was and increment `skipped`.
+A step checks the batch, decides how the loss is called, and computes Σ∇total / Σweight (`jdp.core.gradients`). It clips
+the gradient and updates the sharded weights. If a value is not finite, it keeps the old state (`update/guarded.py`).
 """
 
 from __future__ import annotations

@@ -16,19 +16,7 @@ FP32 = Precision()
 class StepSettings:
     """The settings of a step or a gradient: the keywords of `make_train_step`, checked.
 
-    Attributes:
-        precision: dtypes of weights, computation and reduction.
-        requested: the requested partitioning, "manual" with `wire`; None leaves the choice to jdp.
-        accumulate: number of microbatches, K.
-        train: True if the loss is differentiated, False if it is evaluated.
-        wire: the encoding of gradients while they are sent; None: none.
-        check_loss: True if the loss is tried on a few rows before the first step.
-        clip_norm: largest global L2 norm of the gradient; None for no clipping.
-        donate: True if the new state takes the old one's memory.
-        compiler: options of XLA's compiler, not yet resolved for the mesh's devices.
-
-    Raises:
-        ValueError: a value is out of range, or excludes another.
+    `requested` is the requested partitioning, "manual" with `wire`. `train` is False for an evaluation.
     """
 
     precision: Precision = FP32

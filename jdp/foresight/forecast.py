@@ -1,10 +1,4 @@
-"""The report of a plan: an estimate for each candidate, the choice among them, and the reasons.
-
-An `Estimate` describes one compiled program: memory by class, traffic against theory, the timeline. A `PlanReport`
-holds all estimates, in words (`str`), as tables, and as JSON.
-"""
-
-from __future__ import annotations
+"""The report of a plan: an `Estimate` for each candidate, the choice among them, and the reasons."""
 
 import math
 from collections.abc import Sequence
@@ -14,6 +8,7 @@ from typing import Any
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
 from jdp.core.sharding.axes import DATA
 from jdp.foresight.memory import RESERVED_BYTES, Headroom, HostMemory, Memory
+from jdp.foresight.step_report import json_values
 from jdp.foresight.targets.relocate import candidate_name
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.verify import Report
@@ -25,29 +20,18 @@ CLOSE = 0.01
 
 @dataclass(frozen=True)
 class Estimate:
-    """One candidate's compiled program, and how well it uses the devices.
-
-    Attributes:
-        strategy, accumulate: the candidate.
-        report: its memory, traffic and schedule; None if the step did not compile.
-        host: the host's memory, if the state is copied into it; else None.
-        model_flops: FLOPs of the step's mathematics over the global batch (`timing.model_flops`).
-        peak_flops: peak of one device in the step's compute dtype; None if unknown.
-        tokens: tokens (or examples) of a global batch.
-        compile_seconds: time of compilation; 0 if the cache had it (`cached`).
-        error: why the step did not compile, if it did not.
-    """
+    """One candidate's compiled program, and how well it uses the devices."""
 
     strategy: str
-    accumulate: int
-    report: Report | None = None
-    host: HostMemory | None = None
-    model_flops: float = 0.0
-    peak_flops: float | None = None
-    tokens: int = 0
-    compile_seconds: float = 0.0
+    accumulate: int  # microbatches, K
+    report: Report | None = None  # its memory, traffic and schedule; None if the step did not compile
+    host: HostMemory | None = None  # the host's memory, if the state is copied into it
+    model_flops: float = 0.0  # of the step's mathematics over the global batch (`timing.model_flops`)
+    peak_flops: float | None = None  # of one device in the step's compute dtype, FLOP/s; None if unknown
+    tokens: int = 0  # tokens (or examples) of a global batch
+    compile_seconds: float = 0.0  # 0 if the cache had it (`cached`)
     cached: bool = False
-    error: str | None = None
+    error: str | None = None  # why the step did not compile
 
     @property
     def name(self) -> str:
@@ -125,10 +109,7 @@ class Estimate:
 
     @property
     def efficiency(self) -> float | None:
-        """Scaling efficiency T(1)/T(N): the time of a step without communication over the time with it.
-
-        T(1) is one device with this device's share of the work, because a single device often cannot hold the model.
-        """
+        """Scaling efficiency T(1)/T(N): the time of a step without communication over the time with it."""
         if self.timeline is None or not self.timeline.step_seconds:
             return None
         return (self.timeline.compute_seconds + self.timeline.host_wait_seconds) / self.timeline.step_seconds
@@ -155,21 +136,18 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Return one of the `strategies` of `jdp plan --json`."""
         report, memory, line = self.report, self.memory, self.timeline
-        own = ("strategy", "accumulate", "fits", "bytes_per_device", "available_bytes", "step_seconds", "mfu", "error")
-        rates = ("tokens_per_second", "efficiency", "compile_seconds", "cached")
-        of_report = ("partitioning", "wire_bytes_per_device", "theory_wire_bytes_per_device")
-        of_line = ("exposed_fraction", "exposed_seconds", "host_seconds", "host_wait_seconds")
+        names = "strategy accumulate fits bytes_per_device available_bytes step_seconds mfu error tokens_per_second"
         return {
-            **{name: getattr(self, name) for name in (*own, *rates)},
-            **{name: getattr(report, name, None) for name in of_report},
-            **{name: getattr(line, name, None) for name in of_line},
+            **json_values(self, f"{names} efficiency compile_seconds cached"),
+            **json_values(report, "partitioning wire_bytes_per_device theory_wire_bytes_per_device"),
+            **json_values(line, "exposed_fraction exposed_seconds host_seconds host_wait_seconds"),
             "memory": None if memory is None else memory.by_class(),
             "host_bytes": 0 if memory is None else memory.host,
             "memory_advice": None if self.headroom is None else self.headroom.words,
             "closed_form_bytes": None if self.closed_form is None else self.closed_form.total,
             "keeps_contract": None if report is None else report.kept,
             "like_zero2": None if report is None else report.like_zero2 or None,
-            "step_seconds_range": None if self.step_range is None else list(self.step_range),
+            "step_seconds_range": self.step_range and [*self.step_range],
             "compute_parts": None if line is None else dict(line.parts),
             "tokens_per_step": self.tokens,
             "parameters": 0 if report is None else report.theory.parameters,
@@ -185,50 +163,38 @@ SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The estimates of all candidates, and the choice among them.
+    """The estimates of all candidates, and the choice among them."""
 
-    Attributes:
-        target: the devices' name, such as "h100:8x8".
-        devices: number of devices.
-        estimates: one for each candidate, in the requested order.
-        notes: assumptions, and changes to the arguments.
-        unit: unit of `Estimate.tokens`: "tokens" or "examples".
-    """
-
-    target: str
-    devices: int
-    estimates: tuple[Estimate, ...]
-    notes: tuple[str, ...] = ()
-    unit: str = "tokens"
+    target: str  # the devices' name, such as "h100:8x8"
+    devices: int  # their number
+    estimates: tuple[Estimate, ...]  # of the candidates, in the requested order
+    notes: tuple[str, ...] = ()  # assumptions, and changes to the arguments
+    unit: str = "tokens"  # of `Estimate.tokens`: "tokens" or "examples"
 
     @property
     def choice(self) -> Estimate | None:
-        """The candidate to use: the fastest that fits; None if none fits.
-
-        Among candidates within `CLOSE` of the fastest, one that keeps its contract wins, then the least memory.
-        """
+        """The fastest candidate that fits; within `CLOSE` of it, one that keeps its contract, then the least memory."""
         fitting = self._fitting
-        times = [each.step_seconds for each in fitting if each.step_seconds is not None]
-        close = [each for each in fitting if times and (each.step_seconds or math.inf) <= (1 + CLOSE) * min(times)]
-        return min(
-            close or fitting,
-            key=lambda x: (x.report is not None and not x.report.kept, x.bytes_per_device or 0),
-            default=None,
-        )
+        fastest = min((estimate.step_seconds or math.inf for estimate in fitting), default=math.inf)
+        close = [estimate for estimate in fitting if (estimate.step_seconds or math.inf) <= (1 + CLOSE) * fastest]
+        return min(close, key=lambda x: (not (x.report and x.report.kept), x.bytes_per_device or 0), default=None)
 
     @property
     def _fitting(self) -> list[Estimate]:
-        return [each for each in self.estimates if each.memory is not None and each.fits is not False]
+        return [estimate for estimate in self._compiled if estimate.fits is not False]
+
+    @property
+    def _compiled(self) -> list[Estimate]:
+        return [estimate for estimate in self.estimates if estimate.memory is not None]
 
     @property
     def why(self) -> tuple[str, ...]:
         """Sentences: the candidates that fit, and the reason for the choice."""
-        compiled = [each for each in self.estimates if each.memory is not None]
+        compiled, choice = self._compiled, self.choice
         if not compiled:
             return ("No candidate compiled.",)
-        alike = (each.report.like_zero2 for each in compiled if each.report is not None)
+        alike = (estimate.report.like_zero2 for estimate in compiled if estimate.report is not None)
         sentences = [_what_fits(compiled), *[words for words in alike if words][:1]]
-        choice = self.choice
         if choice is None:
             least = min(compiled, key=lambda estimate: estimate.bytes_per_device or 0)
             return (*sentences, f"{least.name} needs the least, {format_bytes(least.bytes_per_device or 0)}.")
@@ -242,8 +208,7 @@ class PlanReport:
         """A sentence: the candidate to use."""
         if self.choice is not None:
             return f"Take {self.choice.name}."
-        compiled = any(estimate.memory is not None for estimate in self.estimates)
-        return "No candidate fits." if compiled else "No candidate compiled."
+        return "No candidate fits." if self._compiled else "No candidate compiled."
 
     def memory_table(self) -> list[tuple[str, ...]]:
         """Return headings, and a row for each estimate: bytes per device."""
@@ -264,8 +229,8 @@ class PlanReport:
         return [*self.why, *notes]
 
     def __repr__(self) -> str:
-        of = f"{len(self.estimates)} candidates for {self.target}, {self.devices} devices"
-        return f"<PlanReport of {of}: {self.verdict} print() shows all>"
+        candidates = f"{len(self.estimates)} candidates for {self.target}, {self.devices} devices"
+        return f"<PlanReport of {candidates}: {self.verdict} print() shows all>"
 
     def __str__(self) -> str:
         tables = [*align_columns(self.memory_table()), "", *align_columns(self.speed_table())]
@@ -296,16 +261,13 @@ def _what_fits(compiled: Sequence[Estimate]) -> str:
 
 
 def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> str:
-    """Return a sentence: the choice's step time, equally fast candidates, and how much longer the next takes."""
     if choice.step_seconds is None:
         return f"{choice.name} holds the least; the time of a step is unknown for this target."
     longer = [(each, (each.step_seconds or 0.0) / choice.step_seconds - 1) for each in fitting if each is not choice]
     clauses = [f"Take {choice.name}: a step takes {format_seconds(choice.step_seconds)}"]
     clauses += [f"{each.name} takes as long" for each, share in longer if share <= CLOSE]
-    slower = [(share, each.name) for each, share in longer if share > CLOSE]
-    if slower:
-        share, name = min(slower)
-        clauses.append(f"{name} takes {format_percent(share)} longer")
+    slower = sorted((share, each.name) for each, share in longer if share > CLOSE)
+    clauses += [f"{name} takes {format_percent(share)} longer" for share, name in slower[:1]]
     return f"{'; '.join(clauses)}."
 
 
@@ -337,11 +299,7 @@ def _speed_row(estimate: Estimate) -> tuple[str, ...]:
     if report is None:
         return (estimate.name, *([""] * (len(SPEED) - 1)))
     ratio = f"{report.ratio:.3f}" if report.theory_wire_bytes_per_device else "–"
-    traffic = (
-        report.partitioning,
-        format_bytes(report.wire_bytes_per_device),
-        f"{ratio} BREAKS" if report.kept is False else ratio,
-    )
+    traffic = format_bytes(report.wire_bytes_per_device), ratio + " BREAKS" * (report.kept is False)
     unknown = "–" if estimate.fits is False else "?"
     efficiency = unknown if estimate.efficiency is None else f"{estimate.efficiency:.3f}"
-    return (estimate.name, *traffic, *estimate.speed_cells, efficiency)
+    return (estimate.name, report.partitioning, *traffic, *estimate.speed_cells, efficiency)

@@ -1,14 +1,8 @@
-"""Compile a step under every strategy, and report the memory, traffic and time of each.
+"""`jdp.foresee`: compile a step under every strategy, and report the memory, traffic and time of each.
 
-1. `candidates` returns strategies × microbatches, each a step with abstract values on the target's devices.
-2. `make_plan_report` compiles each for the target, or reads it from the cache. It makes an `Estimate`: memory by
-   class, traffic against the contract, a simulated schedule; or the reason why it does not compile.
-3. The report chooses the fastest candidate that fits.
-
-`jdp.foresee` and `jdp plan` both take these steps; they differ in who makes the step.
+`candidates` puts strategies × microbatches on the target's devices as abstract values; `make_plan_report` compiles them
+and estimates each. `jdp plan` takes the same steps with the step of an experiment.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
@@ -63,10 +57,8 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
         step: a training step (`jdp.make_train_step`); its own strategy is only one of the candidates. Or any jitted
             function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`), compiled unchanged.
         arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). A jdp step
-            takes the state and the global batch, and optionally the target. Rows of a batch that do not divide over
-            the target's devices are rounded up, and a note reports it.
-        target: the devices to compile for, such as "h100:8x8" (`jdp.foresight.targets`); this machine need not have
-            them. None: the devices of the arguments.
+            takes the state and the global batch, and optionally the target. Rows that do not divide are rounded up.
+        target: the devices to compile for, such as "h100:8x8", on this machine or not; None: those of the arguments.
         cache: reuse compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp). False: compile again, to measure the
             time of compilation.
         other: for a jdp step. `strategies`: the strategies to try. `accumulate`: the microbatches a step to try; None:
@@ -101,10 +93,7 @@ def candidates(
     strategies: Sequence[str] = tuple(STRATEGIES),
     accumulate: Sequence[int] | None = None,
 ) -> list[Candidate]:
-    """Return the step under each strategy and number of microbatches, on the target's devices.
-
-    All have the same number of rows: the batch's, rounded up to a multiple for every number of microbatches.
-    """
+    """Return the step under each strategy and number of microbatches, with as many rows, rounded up, for all."""
     if not step.settings.train:
         raise UserError(
             "jdp.foresee takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
@@ -127,14 +116,13 @@ def make_plan_report(
     progress: OnProgress | None = None,
 ) -> PlanReport:
     """Compile every candidate for `target`."""
+    progress = progress or (lambda done, total, name: None)
     store, estimates = Cache.usual(cache), list[Estimate]()
     count, unit = (tokens, "tokens") if tokens else count_batch(candidates[0].batch)
     for done, candidate in enumerate(candidates):
-        if progress is not None:
-            progress(done, len(candidates), candidate.name)
+        progress(done, len(candidates), candidate.name)
         estimates.append(estimate(candidate, target, tokens=count, cache=store))
-    if progress is not None:
-        progress(len(candidates), len(candidates), "")
+    progress(len(candidates), len(candidates), "")
     return PlanReport(str(target), len(target.devices), tuple(estimates), _notes(candidates, estimates), unit)
 
 
@@ -159,22 +147,19 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
 
 
 def count_batch(batch: Batch) -> tuple[int, str]:
-    """Return the size of a global batch for a speed, and its unit.
-
-    (elements, "tokens") if a leaf has that name, as in {"tokens": int32 [rows, length]}; else (rows, "examples"): other
-    integer arrays may be images, boxes or masks.
-    """
+    """Return the size of a batch and its unit: elements of a leaf called "tokens", else rows as "examples"."""
     named = (leaf for path, leaf in jax.tree.leaves_with_path(batch) if path_of(path).rpartition("/")[2] == "tokens")
     return next(((leaf.size, "tokens") for leaf in named), (batch_rows(batch), "examples"))
+
+
+_SAME_PROGRAM = "with one microbatch, zero1 and zero2 reduce gradients at the same time: they are the same program"
 
 
 def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tuple[str, ...]:
     notes = [note for candidate in candidates for note in candidate.notes]
     notes += [caveat for e in estimates if e.timeline is not None for caveat in e.timeline.caveats]
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
-        notes.append(
-            "with one microbatch, zero1 and zero2 reduce gradients at the same time: they are the same program"
-        )
+        notes.append(_SAME_PROGRAM)
     if any(e.report is not None and e.report.kept is None and (e.report.ratio or 0) > TOLERANCE for e in estimates):
         notes.append(CPU_PROGRAM)
     notes += [f"{e.name}: {e.error}" for e in estimates if e.error is not None]

@@ -1,15 +1,10 @@
 """The memory of a device by class, the memory of a host, and whether they hold a step.
 
-`memory(compiled, step, state)` adds up XLA's allocations: arguments + results − results written into donated
-arguments + temporaries + code. Arguments are told apart by name; temporaries (gradients, the working copy of the
-weights, activations) are XLA's total, with the gaps in its heap.
-
-The workspace of cuDNN's attention is left out, because a program compiled without a GPU has it empty (`u8[0]`). In the
-backward pass it takes 4 x heads x queries x (width + 1) bytes while a call runs, up to 129 MiB in 74 programs. It would
-raise the peak of five of them, by at most 43 MiB (1.3 % of their temporaries); the peaks of the others are elsewhere.
+XLA's allocations are arguments + results − results written into donated arguments + temporaries + code. Arguments are
+told apart by name; temporaries (gradients, the working copy of the weights, activations) are XLA's total. The workspace
+of cuDNN's attention is left out, because a program compiled without a GPU has it empty (`u8[0]`). In 74 programs it
+would raise the peak of five, by at most 43 MiB (1.3 % of their temporaries).
 """
-
-from __future__ import annotations
 
 import math
 import re
@@ -39,9 +34,8 @@ DEFAULT_FRACTION = 0.75
 (https://docs.jax.dev/en/latest/201/gpu-memory.html)."""
 
 RESERVED_BYTES = 2 * 2**30
-"""Assumed use of each GPU outside jax's pool: the CUDA context (0.1 to 0.6 GiB: ggml-org/llama.cpp pull
-requests 20595 and 23604) and NCCL's buffers (0.5 to 1.6 GiB, more with more communicators: NVIDIA/nccl issues 964, 864;
-context and NCCL on 8 H100s 1.06 GB: issue 1685)."""
+"""Assumed use of each GPU outside jax's pool: the CUDA context (0.1 to 0.6 GiB: ggml-org/llama.cpp 20595 and 23604) and
+NCCL's buffers (0.5 to 1.6 GiB: NVIDIA/nccl 964, 864; both on 8 H100s 1.06 GB: 1685)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes that XLA allocates."""
         return sum(self.by_class().values())
 
     def by_class(self) -> dict[str, int]:
@@ -133,14 +126,14 @@ _LISTED = 8
 def memory_by_argument(compiled: Compiled, arguments: Sequence[tuple[str, str, bool]], outside: int = 0) -> Memory:
     """Divide XLA's allocations for a compiled step: its arguments, each a (path, class, donated), and the rest."""
     in_place, sizes = {number for _, number, _ in compiled.program.written_into}, compiled.program.argument_bytes
-    held, named = list[HeldArgument](), Counter[str]()
+    leaves, by_kind = list[HeldArgument](), Counter[str]()
     for number, (path, kind, donated) in enumerate(arguments):
         _, size = sizes.get(number, ("", 0))
-        held.append(HeldArgument(path, size, donated, number in in_place))
-        named[kind] += size
+        leaves.append(HeldArgument(path, size, donated, number in in_place))
+        by_kind[kind] += size
     results = compiled.output_bytes - compiled.alias_bytes
     # Arguments without a class are "other".
-    classes = {kind: named[kind] for kind in ("parameters", "optimizer", "batch")}
+    classes = {kind: by_kind[kind] for kind in ("parameters", "optimizer", "batch")}
     return Memory(
         **classes,
         other=compiled.argument_bytes - sum(classes.values()) + results,
@@ -149,7 +142,7 @@ def memory_by_argument(compiled: Compiled, arguments: Sequence[tuple[str, str, b
         outside=outside,
         host=compiled.host_bytes,
         results=results,
-        arguments=tuple(held),
+        arguments=tuple(leaves),
     )
 
 
@@ -158,9 +151,10 @@ _PREFIXES = {"state.params": "parameters", "state.opt_state": "optimizer", "batc
 
 def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
     """Divide XLA's allocations for a compiled jdp step."""
-    named = [name for _, (name, _) in sorted(compiled.program.argument_bytes.items())]
-    kinds = [next((kind for start, kind in _PREFIXES.items() if name.startswith(start)), "other") for name in named]
-    arguments = [(path_of_name(name), kind, name.startswith("state.")) for name, kind in zip(named, kinds, strict=True)]
+    arguments = list[tuple[str, str, bool]]()
+    for _, (name, _) in sorted(compiled.program.argument_bytes.items()):
+        kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), "other")
+        arguments.append((path_of_name(name), kind, name.startswith("state.")))
     plan = step.plan.on(mesh_of(state) or step.plan.mesh)
     at_rest = sum(placement.bytes_per_device for placement in plan.placements(state) if not placement.on_host)
     taken = sum(size for name, size in compiled.program.argument_bytes.values() if name.startswith("state"))
@@ -175,25 +169,16 @@ def path_of_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes in the memory of the fullest host.
+    """Bytes in the memory of the fullest host."""
 
-    Attributes:
-        copies: two generations of `keep_in_memory`, with the neighbour's parts.
-        staging: a save on its way to storage.
-        offloaded: arrays of its devices.
-        available: the host's memory; None if unknown.
-        devices: devices of the host.
-    """
-
-    copies: int
-    staging: int
-    offloaded: int
-    available: int | None
-    devices: int
+    copies: int  # two generations of `keep_in_memory`, with the neighbour's parts
+    staging: int  # a save on its way to storage
+    offloaded: int  # arrays of its devices
+    available: int | None  # the host's memory; None if unknown
+    devices: int  # number of the host's devices
 
     @property
     def total(self) -> int:
-        """The sum."""
         return self.copies + self.staging + self.offloaded
 
     @property
@@ -212,5 +197,4 @@ class HostMemory:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object in bytes that `jdp plan --json` prints."""
-        names = ("copies", "staging", "offloaded", "available", "fits")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("copies", "staging", "offloaded", "available", "fits")}

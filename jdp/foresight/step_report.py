@@ -3,8 +3,6 @@
 The parameters of a jdp step are known, so its report (`verify.Report`) compares more. The code below prints both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,42 +18,25 @@ from jdp.foresight.traffic.sends import Sent, sent_table
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StepReport:
-    """The memory, traffic and schedule of a compiled step.
+    """The memory, traffic and schedule of a compiled step; breaches, strays, symptoms and notes are sentences."""
 
-    Attributes:
-        name: the strategy, or the name of the function.
-        kept: it sends at most 1.02 times its bound; None if nothing is judged.
-        target, mesh: the devices' name; axis -> size.
-        wire_bytes_per_device: bytes that a device sends a step; with a strategy, along the batch's axes only.
-        bound_wire_bytes_per_device: bytes that it may send; None if nothing is compared.
-        bound_words: the source of the bound.
-        ratio: bytes sent / bound; None if nothing is compared, or the bound is 0.
-        memory: bytes per device by class and argument.
-        headroom: whether a device can hold it; None if the device's memory is unknown.
-        sent: tensors by collective and source line, most bytes first.
-        timeline: the simulated schedule; None if the device's rates are unknown, or the step does not fit.
-        breaches: the reasons why the bound is not kept, a sentence each.
-        strays: further traffic that belongs to no parameter, a sentence each.
-        symptoms: signs of something unintended, a sentence each (`traffic/symptoms.py`); they break no contract.
-        notes: assumptions behind the numbers.
-    """
-
-    name: str
-    kept: bool | None
-    target: str
-    mesh: dict[str, int]
-    wire_bytes_per_device: float
-    bound_wire_bytes_per_device: float | None = None
-    bound_words: str = ""
-    ratio: float | None = None
-    memory: Memory = field(default_factory=Memory)
-    headroom: Headroom | None = None
-    sent: tuple[Sent, ...] = ()
+    name: str  # the strategy, or the name of the function
+    kept: bool | None  # it sends at most 1.02 times its bound; None if nothing is judged
+    target: str  # the devices' name
+    mesh: dict[str, int]  # axis -> size
+    wire_bytes_per_device: float  # bytes that a device sends a step; with a strategy, along the batch's axes only
+    bound_wire_bytes_per_device: float | None = None  # bytes that it may send; None if nothing is compared
+    bound_words: str = ""  # the source of the bound
+    ratio: float | None = None  # bytes sent / bound; None if nothing is compared, or the bound is 0
+    memory: Memory = field(default_factory=Memory)  # bytes per device by class and argument
+    headroom: Headroom | None = None  # whether a device can hold it; None if the device's memory is unknown
+    sent: tuple[Sent, ...] = ()  # tensors by collective and source line, most bytes first
+    # the simulated schedule; None if the device's rates are unknown, or the step does not fit
     timeline: Timeline | None = field(default=None, repr=False)
-    breaches: tuple[str, ...] = ()
-    strays: tuple[str, ...] = ()
-    symptoms: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    breaches: tuple[str, ...] = ()  # the reasons why the bound is not kept
+    strays: tuple[str, ...] = ()  # further traffic that belongs to no parameter
+    symptoms: tuple[str, ...] = ()  # signs of something unintended (`traffic/symptoms.py`); they break no contract
+    notes: tuple[str, ...] = ()  # assumptions behind the numbers
 
     @property
     def heading(self) -> str:
@@ -74,12 +55,10 @@ class StepReport:
 
     @property
     def sends(self) -> str:
-        """The clause that all verdicts share."""
         return f"a device sends {format_bytes(self.wire_bytes_per_device)} a step"
 
     @property
     def schedule(self) -> list[str]:
-        """A sentence on the time of a step, if it is simulated."""
         time = self.timeline
         if time is None:
             return []
@@ -98,7 +77,7 @@ class StepReport:
         paragraphs += [align_columns(self.memory.table())] if self.memory.total else []
         paragraphs += [align_columns(sent_table(self.sent))] if self.sent else []
         lists = {"Breaches": self.breaches, "Sent besides": self.strays, "Symptoms": self.symptoms, "Notes": self.notes}
-        paragraphs += [[f"{title}:", *(f"- {each}" for each in found)] for title, found in lists.items() if found]
+        paragraphs += [[f"{title}:", *(f"- {words}" for words in items)] for title, items in lists.items() if items]
         return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
     def __repr__(self) -> str:
@@ -107,19 +86,21 @@ class StepReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain objects."""
-        seconds = ("step_seconds", "compute_seconds", "communication_seconds", "exposed_seconds")
+        seconds = "step_seconds compute_seconds communication_seconds exposed_seconds"
         headroom = None if self.headroom is None else asdict(self.headroom)
         return {
-            **self._as_json("kept name target mesh wire_bytes_per_device bound_wire_bytes_per_device ratio"),
+            **json_values(self, "kept name target mesh wire_bytes_per_device bound_wire_bytes_per_device ratio"),
             "memory": {**self.memory.to_json(), "headroom": headroom, "host": self.memory.host},
-            "sent": [asdict(each) for each in self.sent],
-            "schedule": None if self.timeline is None else {name: getattr(self.timeline, name) for name in seconds},
-            **self._as_json("breaches strays symptoms notes"),
+            "sent": [asdict(tensor) for tensor in self.sent],
+            "schedule": self.timeline and json_values(self.timeline, seconds),
+            **json_values(self, "breaches strays symptoms notes"),
         }
 
-    def _as_json(self, names: str) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in names.split()}
-        return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
+
+def json_values(source: object, names: str) -> dict[str, Any]:
+    """Return attributes by name, tuples as lists; None for an attribute that `source` lacks."""
+    values = {name: getattr(source, name, None) for name in names.split()}
+    return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def on_target(held: Memory, compiled: Compiled, target: str | Target) -> dict[str, Any]:

@@ -1,11 +1,7 @@
-"""`jdp.verify`: compile a training step and compare what it sends with the communication contract.
+"""`jdp.verify`: compile a training step for a target, and compare its traffic with the communication contract.
 
-1. Move the step and its operands onto the target's devices as abstract values (`targets/relocate.py`).
-2. Compile the step; read every collective from the program, with its mesh axes and its loop
-   (`contract.collectives_on`).
-3. Compare the collectives with theory (`contract.compare`). For zero3, theory counts the gathers of the step's trace.
-4. Give the reasons if the contract is broken (`breaches`). Always list traffic that belongs to no parameter
-   (`strays`) and other signs of something unintended (`symptoms`).
+`targets/relocate.py` moves the step onto the target's devices, `traffic/contract.py` places the program's collectives
+on the mesh and compares them with theory, `traffic/breaches.py` and `traffic/symptoms.py` give reasons and signs.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from jdp.core.update.muon import exchanged
 from jdp.foresight.any_step.forecast import forecast
 from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, on_target
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, json_values, on_target
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.traffic.breaches import breaches, strays
@@ -58,15 +54,14 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
         >>> print(report.verdict)
         Not judged, as XLA:CPU sends what XLA:GPU does not: a device sends ...
 
-    Nothing runs, and no accelerator is needed. A jdp step on CPU devices is counted, not judged: `kept` is None.
-    Any jitted step works: `jdp.verify(jitted, model, optimizer, x, y, target="h100:8x8", against="zero3",
-    params="model")`.
+    Nothing runs, and no accelerator is needed. A jdp step on CPU devices is counted, not judged: `kept` is None. Any
+    jitted step works: `jdp.verify(jitted, model, x, y, target="h100:8x8", against="zero3", params="model")`.
 
     Args:
         step: a training step (`jdp.make_train_step`), or any jitted function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`).
         arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). A jdp step
             takes the state and the global batch, and optionally the target. For any other step, all arguments are on
-            one mesh, or the function was jitted with shardings: the target's mesh keeps each `PartitionSpec`.
+            one mesh, or the function was jitted with shardings.
         target: the devices to compile for, such as "h100:8x8"; this machine need not have them. None: the devices of
             the arguments.
         cache: reuse compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp). False: compile again, to measure the
@@ -131,20 +126,19 @@ def report(
     notes: Sequence[str] = (),
     judge: bool = True,
 ) -> Report:
-    """Compare a compiled step with its strategy's contract.
-
-    Args:
-        step: the step.
-        state: its state, abstract or real.
-        compiled: its program.
-        target: the devices that it is compiled for; a name alone gives no simulated time.
-        notes: the report's first notes.
-        judge: False, for no verdict, if XLA:CPU compiled the program: it sends other bytes than XLA:GPU's.
-    """
+    """Compare a compiled step with its contract; without `judge` (XLA:CPU sends other bytes) there is no verdict."""
     mesh, offloads, donated = step.plan.mesh, step.plan.offload is not None, donated_state(compiled.program)
     parameters = Parameters.of(step.plan, state)
     reading = Reading(compiled, mesh, batch_axes(mesh), parameters, donated, offloads, step.settings.accumulate)
-    promised = _promised(step, state, reading)
+    promised = theory(
+        step.plan,
+        state.params,
+        step.settings,
+        static=state.static,
+        gathered=None if step.sends is None else step.sends.gathered,
+        metrics=_metrics(reading, state),
+        exchanged=exchanged(step.plan, state),
+    )
     collectives = collectives_on(reading, promised.statistics)
     stray = strays(collectives, promised, reading, step)
     verdict = compare(collectives, promised, sum(each.excess_bytes for each in stray))
@@ -175,18 +169,6 @@ def report(
     )
 
 
-def _promised(step: Step, state: TrainState, reading: Reading) -> Theory:
-    return theory(
-        step.plan,
-        state.params,
-        step.settings,
-        static=state.static,
-        gathered=None if step.sends is None else step.sends.gathered,
-        metrics=_metrics(reading, state),
-        exchanged=exchanged(step.plan, state),
-    )
-
-
 def _metrics(reading: Reading, state: TrainState) -> tuple[tuple[int, ...], ...]:
     program = reading.compiled.program
     results = next((each.shapes for each in program[program.entry] if each.is_root), ())
@@ -195,13 +177,12 @@ def _metrics(reading: Reading, state: TrainState) -> tuple[tuple[int, ...], ...]
 
 
 def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Iterable[MeshCollective]) -> Iterable[str]:
-    """Yield caveats: gradients all-reduced by plan, loops of unknown length, dtypes, the compiler."""
     unsharded, count = promised.unsharded, len(promised.unsharded.paths)
     if count and any(row.kind == "all-reduce" and row.wire_bytes > SLACK * promised.wire_bytes for row in rows):
+        plural, verb = ("s", "are") if count > 1 else ("", "is")
         yield (
-            f"{count} parameter{'s' * (count > 1)} of fewer than {unsharded.fewer_than} elements "
-            f"{'are' if count > 1 else 'is'} all-reduced whole: {format_bytes(unsharded.payload_bytes)} a step, as "
-            "planned; theory counts them as if they were sharded"
+            f"{count} parameter{plural} of fewer than {unsharded.fewer_than} elements {verb} all-reduced whole: "
+            f"{format_bytes(unsharded.payload_bytes)} a step, as planned; theory counts them as if they were sharded"
         )
     counted = [each.collective for each in collectives if each.over_batch]
     yield from caveats_on([(c.kind, c.caveats) for c in counted])
@@ -220,29 +201,19 @@ def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Itera
 class Report(StepReport):
     """The traffic of a compiled jdp training step, compared with its contract; more in `StepReport`.
 
-    Attributes:
-        kept: it sends at most 1.02 times what its strategy promises, and hardly anything else (`contract.py`); None on
-            CPU devices, which are not judged.
-        ratio: bytes sent / bytes in theory; 0 on a single device.
-        accumulate: microbatches, K.
-        partitioning, why: the step's partitioning, and the reason for it.
-        theory: the promise, whose bytes are `bound_wire_bytes_per_device`.
-        rows: a row for each kind of collective, sent and promised.
-        model_axes: a row for each kind that runs along the model's own axes only. The contract promises nothing there.
-        statistics: a row for batch norm statistics and array metrics, which the contract also leaves out; or None.
-        collectives: each collective that sends something, in schedule order.
-        gathers: under zero3, the gathers of the step's trace and their places; else None.
+    `kept`: it sends at most 1.02 times what its strategy promises, and hardly anything else (`contract.py`); None on
+    CPU devices, which are not judged. `ratio`: bytes sent / bytes in theory; 0 on a single device.
     """
 
-    partitioning: str = ""
-    why: str = ""
-    accumulate: int = 1
-    theory: Theory
-    rows: tuple[Row, ...] = ()
-    model_axes: tuple[Row, ...] = ()
-    collectives: tuple[MeshCollective, ...] = ()
-    statistics: Row | None = None
-    gathers: tuple[Gather, ...] | None = None
+    partitioning: str = ""  # of the step
+    why: str = ""  # the reason for it
+    accumulate: int = 1  # microbatches, K
+    theory: Theory  # the promise, whose bytes are `bound_wire_bytes_per_device`
+    rows: tuple[Row, ...] = ()  # by kind of collective, sent and promised
+    model_axes: tuple[Row, ...] = ()  # kinds along the model's own axes only, where the contract promises nothing
+    collectives: tuple[MeshCollective, ...] = ()  # all that send something, in schedule order
+    statistics: Row | None = None  # batch norm statistics and array metrics, which the contract leaves out
+    gathers: tuple[Gather, ...] | None = None  # under zero3, those of the step's trace, with their places
 
     @property
     def like_zero2(self) -> str:
@@ -263,10 +234,10 @@ class Report(StepReport):
         """Return the object that `jdp verify --json` prints."""
         first = "kept strategy target wire_bytes_per_device theory_wire_bytes_per_device ratio"
         return {
-            **self._as_json(first),
+            **json_values(self, first),
             "judged": self.kept is not None,
             "collectives": [each.to_json() for each in self.collectives],
-            **self._as_json("breaches accumulate mesh partitioning why"),
+            **json_values(self, "breaches accumulate mesh partitioning why"),
             "rows": [row.to_json() for row in self.rows],
             "model_axes": [row.to_json() for row in self.model_axes],
             "batch_statistics": None if self.statistics is None else self.statistics.to_json(),
@@ -278,21 +249,18 @@ class Report(StepReport):
 
     def comparison(self) -> list[list[str]]:
         """Return a table of bytes sent and promised, by kind of collective."""
-        rows = [("kind", "expected", "found", "ratio", "in the microbatch loop", "wire a device", "")]
-        rows += [(*row.cells(), "<-" if self.kept is not None and not row.kept else "") for row in self.rows]
-        rows += [
-            (*row.cells(), "the model's own axes, which the contract leaves to the model") for row in self.model_axes
-        ]
+        remarks = [(row, "<-" if self.kept is not None and not row.kept else "") for row in self.rows]
+        remarks += [(row, "the model's own axes, which the contract leaves to the model") for row in self.model_axes]
         if self.statistics is not None:
-            rows.append(
-                (*self.statistics.cells(), "Statistics of batch norms, and metrics, which the contract leaves out")
-            )
-        paragraphs = [[self.like_zero2] if self.like_zero2 else [], align_columns(rows) if len(rows) > 1 else []]
-        return [*filter(None, paragraphs)]
+            words = "Statistics of batch norms, and metrics, which the contract leaves out"
+            remarks.append((self.statistics, words))
+        headings = ("kind", "expected", "found", "ratio", "in the microbatch loop", "wire a device", "")
+        table = [align_columns([headings, *((*row.cells(), words) for row, words in remarks)])] if remarks else []
+        return [*([[self.like_zero2]] if self.like_zero2 else []), *table]
 
     @property
     def heading(self) -> str:
-        """What was compiled, in words: "zero3 on data=8 for h100:1x8, K=1, manual: ..."."""
+        """The compiled step in words: "zero3 on data=8 for h100:1x8, K=1, manual: ..."."""
         on = f"{self.name} on {factors(self.mesh)} for {self.target}"
         return f"{on}, K={self.accumulate}, {self.partitioning}: {self.why}"
 

@@ -1,16 +1,13 @@
 """ZeRO's memory in closed form: bytes of weights, gradients and optimizer state on a device, for any model.
 
 Section 3 and Figure 1 of Rajbhandari et al. 2019 (arXiv:1910.02054) count Ψ parameters in mixed precision with Adam.
-They take 2Ψ bytes for 16-bit weights, 2Ψ for 16-bit gradients, and KΨ = 12Ψ for the optimizer (fp32 master weights,
-momentum, variance). N devices share the optimizer's part (stage 1), also the gradients (2), and also the weights (3).
-
-jdp stores it differently (`jdp_bytes`). The fp32 master weights are the parameters, sharded at rest in every stage.
-The 16-bit weights are a working copy within a step, and gradients are summed in fp32 by default.
+They take 2Ψ bytes for 16-bit weights, 2Ψ for 16-bit gradients, and 12Ψ for the optimizer (fp32 weights, momentum,
+variance). N devices share the optimizer's part (stage 1), also the gradients (2), and also the weights (3). jdp stores
+it differently (`jdp_bytes`). The fp32 master weights are the parameters, sharded at rest in every stage. The 16-bit
+weights are a working copy within a step, and gradients are summed in fp32 by default. `memory.py` adds activations.
 
 Popular tables often print 210 GB for ZeRO-2 with 70B parameters on 8 devices at 2 + 2 + 8 bytes. The sum is
 140 + (140 + 560) / 8 = 227.5 GB: 210 leaves out the gradients' eighth.
-
-This is model state only: `memory.py` adds activations, temporaries and the batch.
 """
 
 from dataclasses import dataclass
@@ -29,7 +26,6 @@ class ZeroRow:
 
     @property
     def total(self) -> int:
-        """Bytes of all model state."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -44,25 +40,19 @@ class JdpRow:
 
     @property
     def at_rest(self) -> int:
-        """Bytes between steps."""
         return self.master + self.moments
 
     @property
     def total(self) -> int:
-        """Bytes of all model state within a step."""
         return self.at_rest + self.gradients + self.working
 
 
 def zero_bytes(
     parameters: int, devices: int, name: str, *, params: int = 2, grads: int = 2, optimizer: int = 12
 ) -> ZeroRow:
-    """Return the bytes of model state on each device, counted as in the paper."""
     stage = list(STRATEGIES).index(strategy(name).name)
-
-    def per_device(size: int, shared_from: int) -> int:
-        return _share(size, parameters, devices, stage >= shared_from)
-
-    return ZeroRow(per_device(params, 3), per_device(grads, 2), per_device(optimizer, 1))
+    sizes = ((params, 3), (grads, 2), (optimizer, 1))  # bytes a parameter, and the first stage that shares them
+    return ZeroRow(*(_share(size, parameters, devices, stage >= first) for size, first in sizes))
 
 
 def jdp_bytes(parameters: int, devices: int, name: str, *, working: int = 2, grads: int = 4) -> JdpRow:

@@ -2,20 +2,16 @@
 
 A run on other devices, or in microbatches, adds the same terms in another order. That leaves a relative error of about
 √n · u in a sum of n terms (u the unit roundoff; Higham and Mary 2019, doi:10.1137/18M1226312). Its effect depends on
-the training. Adam divides a gradient by its own size, so an element whose terms cancel may change sign; deep models and
-many steps amplify errors. No closed form covers this, so the bound is measured. *Shadows* are reference runs whose
-weights w (before the loss) and gradients g (before clipping) are changed at every step by
+the training: Adam divides a gradient by its own size, and deep models and many steps amplify errors. So the bound is
+measured. *Shadows* are reference runs whose weights w and gradients g (before clipping) are changed at every step by
 
     ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`)
 
-This is several times the error of correct runs. Over all elements of a small GPT, a gradient's error was at most 3 u
-in bf16 and 13 u in fp32 (n = 1024) of that size. The noise must be larger, because the shadows have to change every
-sign that a run may change. The signs of the noise are random by element and constant over the steps, and shadows come
-in pairs of opposite signs. So an element's deviation is its sensitivity times a known error, not a random number that
-happens to be small. If the error changes a sign, one shadow of the pair shows it.
-
-Let `widest[i]` be the largest deviation of element i from the reference, over all shadows and the steps so far. Two
-runs are equal at a step if for every element
+This is several times the error of correct runs, because shadows have to change every sign that a run may change. The
+error of a small GPT's gradients was at most 3 u of that size in bf16, and 13 u in fp32 (n = 1024). The signs of the
+noise are random by element and constant over the steps, and shadows come in pairs of opposite signs: if the error
+changes a sign, one of the pair shows it. Let `widest[i]` be the largest deviation of element i from the reference, over
+all shadows and the steps so far. Two runs are equal at a step if for every element
 
     |difference[i]|  ≤  MARGIN · (widest[i] + mean of widest over the leaf) + ULPS · eps · |reference[i]|
 
@@ -23,12 +19,10 @@ Here eps is the spacing of the leaf's dtype at 1. Loss, weight and gradient norm
 fp32 value of a in place of ULPS · eps. Integers and keys must be equal; two NaN count as equal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,8 +48,7 @@ METRICS = ("weight", "loss", "grad_norm")
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Closest:
+class Closest(NamedTuple):
     """The element of a run with the largest ratio of difference to bound."""
 
     step: int = 0  # optimizer steps done; 0 is the state before the first
@@ -75,16 +68,12 @@ def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Arr
     return {name: np.array(value) for name, value in jax.device_get(values).items()}
 
 
-def noise_amplitude(precision: Precision, batch: Batch) -> float:
-    """Return the shadows' relative noise a = FACTOR · u, with u of the coarsest dtype of computation or sums."""
-    is_coarse = "bf16" in (precision.compute, precision.reduce)
-    return max(is_coarse * FACTOR["bf16"] * 2.0**-9, sum_noise(batch))
-
-
-def sum_noise(batch: Batch) -> float:
-    """Return the relative noise a = FACTOR · u of values summed over the batch in fp32."""
+def relative_noise(precision: Precision, batch: Batch) -> tuple[float, float]:
+    """Return a = FACTOR · u of fp32 sums over the batch, and of the coarsest dtype of computation or sums."""
     terms = max(np.size(leaf) for leaf in jax.tree.leaves(batch))
-    return max(FACTOR["fp32"], 2 * math.sqrt(terms)) * 2.0**-24
+    sums = max(FACTOR["fp32"], 2 * math.sqrt(terms)) * 2.0**-24
+    coarse = FACTOR["bf16"] * 2.0**-9 if "bf16" in (precision.compute, precision.reduce) else 0.0
+    return sums, max(coarse, sums)
 
 
 @dataclass
@@ -97,17 +86,14 @@ class Record:
     widest: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])
 
     def add(self, values: dict[str, Array]) -> None:
-        """Append a snapshot of the reference after one more step."""
         self.values.append(values)
         self.widest.append({name: np.zeros(x.shape, np.float32) for name, x in values.items() if _is_float(x)})
 
     def widen(self, step: int, shadow: Mapping[str, Array]) -> None:
-        """Widen the deviations by those of a shadow after `step` steps."""
         for name, widest in self.widest[step].items():
             np.maximum(widest, _difference(shadow[name], self.values[step][name]), out=widest)
 
     def close(self) -> None:
-        """Replace deviations by bounds, in place, once all shadows have run."""
         so_far: dict[str, Array] = {}
         for values, widest in zip(self.values, self.widest, strict=True):
             for name, deviation in widest.items():
@@ -118,19 +104,18 @@ class Record:
 
     def compare(self, step: int, values: Mapping[str, Array]) -> Closest:
         """Compare a run with the reference after `step` steps."""
-        closest = {name: self._closest(step, name, x) for name, x in values.items()}
+        elements = [self._closest(step, name, x) for name, x in values.items()]
         # Weight and loss precede the gradients. The norm tells less than the leaf with the wrong gradient.
         rank = {"weight": 3, "loss": 2, "grad_norm": 0}
-        worst = max(closest.values(), key=lambda each: (rank.get(each.leaf, 1) * (each.ratio > 1), each.ratio))
-        return replace(worst, beyond=sum(each.ratio > 1 for each in closest.values()))
+        worst = max(elements, key=lambda element: (rank.get(element.leaf, 1) * (element.ratio > 1), element.ratio))
+        return worst._replace(beyond=sum(element.ratio > 1 for element in elements))
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each thing that this record cannot prove."""
         if bad := [step for step, values in enumerate(self.values) if step and not np.isfinite(values["loss"])]:
             return (f"the reference's own loss is not finite at step {bad[0]}: later steps prove little",)
-        for step, bounds in enumerate(self.widest):
-            if not all(np.isfinite(x).all() for x in bounds.values()):
-                return (f"from step {step} on, rounding alone makes values infinite or NaN: any value passes",)
+        if wide := [step for step, x in enumerate(self.widest) if not all(np.isfinite(b).all() for b in x.values())]:
+            return (f"from step {wide[0]} on, rounding alone makes values infinite or NaN: any value passes",)
         names = [name for name in self.values[0] if name.startswith("params/")]
         if weak := [name for name in names if self._is_weak(name)]:
             return (
@@ -140,13 +125,11 @@ class Record:
         return ()
 
     def _is_weak(self, name: str) -> bool:
-        """Return True if a parameter's bound is large compared with its change, after every step."""
         first, *later = (values[name].astype(np.float32) for values in self.values)
         changes, bounds = [np.abs(x - first).mean() for x in later], [each[name].mean() for each in self.widest[1:]]
         return all(10 * bound > change or not change for bound, change in zip(bounds, changes, strict=True))
 
     def _closest(self, step: int, name: str, value: Array) -> Closest:
-        """Return the element of a leaf or metric that is closest to its bound."""
         difference = _difference(value, self.values[step][name]).ravel()
         if not difference.size:
             return Closest(step, name)

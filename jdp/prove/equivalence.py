@@ -1,15 +1,9 @@
 """Equivalence with one device: tests that a training learns the same on many devices, under every strategy.
 
-1. `reference.py`: the training as a plain loop on one device, recorded at every step.
-2. `bounds.py`: shadows of the reference, which measure how far rounding alone moves each element.
-3. `runs.py`: the settings, and each run, compared with the record until the end or the first element beyond its bound.
-4. `proof.py`: the table, or the step, leaf and size of the first difference in the simplest differing run.
-
-Model, batches, dtypes and optimizer are the user's own, in full size. `guard/memory_check.py` refuses a proof that does
-not fit into memory. Runs that would need another computation are listed with the reason.
+`reference.py` is the training as a plain loop on one device, and `bounds.py` measures how far rounding alone moves its
+elements. `runs.py` makes the runs and compares them, and `proof.py` reports. Model, batches, dtypes and optimizer are
+the user's own, in full size. `guard/memory_check.py` refuses a proof that does not fit into memory.
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -30,8 +24,8 @@ from jdp.core.types import Batch, InitFn, Loss
 from jdp.guard.memory_check import check_proof
 from jdp.prove.bounds import PAIRS
 from jdp.prove.proof import Proof
-from jdp.prove.reference import Reference, record_reference
-from jdp.prove.runs import Batches, Setting, Trials, choose_trials, steps_of
+from jdp.prove.reference import Batches, Reference, record_reference
+from jdp.prove.runs import Setting, Trials, choose_trials, steps_of
 
 OnProgress = Callable[[int, int, str], None]
 """`progress(done, total, name)`: `done` of `total` runs (with shadows) are done; `name` is next, "" at the end."""
@@ -88,24 +82,23 @@ def prove(
     """
     _check(train_step, steps)
     key = typed_key(jax.random.key(0) if rng is None else rng)
-    reference, first = Reference(init, tx, train_step, key, wrt, quick), batches(0)
+    reference, first = Reference(init, tx, train_step, key, wrt, batches, quick), batches(0)
     shapes, devices = jax.eval_shape(reference.initial, key), train_step.plan.mesh.size
     precision = train_step.settings.precision
     check_proof(shapes, devices=devices, steps=steps, precision=precision, available=available_memory())
-    counts = sorted({1, *accumulate})
-    settings, skipped = steps_of(reference, counts, batch_rows(first), _no_microbatches(reference, shapes, first))
-    own = Setting(train_step.plan.strategy, devices, train_step.settings.accumulate)
-    texts = (only,) if isinstance(only, str) and only else tuple(only)
-    trials = choose_trials([*settings], own, steps=steps, only=texts, quick=quick)
+    whole_batch = _no_microbatches(reference, shapes, first)
+    settings, skipped = steps_of(reference, sorted({1, *accumulate}), batch_rows(first), whole_batch)
+    requested = Setting(train_step.plan.strategy, devices, train_step.settings.accumulate)
+    texts = [only] if isinstance(only, str) else only
+    trials = choose_trials([*settings], requested, steps=steps, only=texts, quick=quick)
     skipped |= {"resume": "saving in the middle takes at least 2 steps"} if steps < 2 else {}
     if not trials:
         raise UserError("There is nothing to run: " + "; ".join(map(": ".join, skipped.items())) + ".")
     skipped |= {"--quick": f"the {len(settings)} other runs; this one has LLVM's optimisations off"} if quick else {}
     done, total = itertools.count(), 1 + 2 * PAIRS + len(trials)
     begin = lambda name: progress and progress(next(done), total, name)  # noqa: E731
-    record = record_reference(reference, batches, steps, begin)
-    results = Trials(reference, settings, batches, record).run_all(trials, begin)
-    return Proof.of(results, record, skipped)
+    record = record_reference(reference, steps, begin)
+    return Proof.of(Trials(reference, settings, record).run_all(trials, begin), record, skipped)
 
 
 def _check(train_step: Any, steps: int) -> None:

@@ -38,8 +38,8 @@ class Proof:
 
     Attributes:
         runs: in the order of their execution; if a resumed run differs, they include its two settings.
-        first_difference: the differing run with the fewest changes from one device, resumed runs last
-            (`Trial.causal_order`); None if all are equal.
+        first_difference: the differing run with the fewest changes from one device, resumed runs last; None if all
+            are equal.
         skipped: part of a run's name -> why it was skipped.
         steps: optimizer steps of each run.
         notes: the limits of the proof.
@@ -54,9 +54,9 @@ class Proof:
     @classmethod
     def of(cls, results: Mapping[Trial, Closest], record: Record, skipped: dict[str, str]) -> Proof:
         """Return the result of runs that were compared with a record."""
-        differing = sorted((t for t, at in results.items() if at.ratio > 1), key=lambda trial: trial.causal_order)
         runs = {trial: _run(trial, at, len(record.values[at.step])) for trial, at in results.items()}
-        first = runs[differing[0]] if differing else None
+        differing = [trial for trial, run in runs.items() if not run.equal]
+        first = runs[min(differing, key=lambda trial: trial.causal_order)] if differing else None
         if first is not None and len(differing) > 1:
             words = f"{first.words} {len(differing)} of {len(runs)} runs differ; this run has the fewest changes."
             first = replace(first, words=words)
@@ -68,16 +68,14 @@ class Proof:
         return self.first_difference is None
 
     def __str__(self) -> str:
-        headings = ("run", "equal", "difference", "bound", "of bound", "closest to its bound at")
-        cells: list[tuple[str, ...]] = [headings]
+        cells = [("run", "equal", "difference", "bound", "of bound", "closest to its bound at")]
         for run in self.runs:
             at = run.at
             place = f"step {at.step}, {at.leaf}" if at.ratio else "bit for bit"
             sizes = f"{at.difference:.1e}", f"{at.bound:.1e}", f"{at.ratio:.2g}"
             cells.append((run.name, "yes" if run.equal else "NO", *sizes, place))
-        rows = align_columns(cells)
-        rows += [f"not run: {name}: {reason}" for name, reason in self.skipped.items()]
-        return "\n".join([*rows, *self.notes, self._verdict()])
+        skipped = (f"not run: {name}: {reason}" for name, reason in self.skipped.items())
+        return "\n".join([*align_columns(cells), *skipped, *self.notes, self._verdict()])
 
     def _verdict(self) -> str:
         if self.first_difference is not None:
@@ -106,7 +104,6 @@ def _numbers(at: Closest, name: str) -> dict[str, Any]:
 
 
 def _run(trial: Trial, at: Closest, leaves: int) -> Run:
-    """Describe a run; if it differs, name the place and the likely faults."""
     if at.ratio <= 1:
         return Run(str(trial), at)
     hint = HINTS.get(at.leaf, LEAF) if at.step else "`init` computes another initial state on this mesh"
@@ -114,12 +111,9 @@ def _run(trial: Trial, at: Closest, leaves: int) -> Run:
         hint = "saving or restoring changed the state: this is the restored state"
     elif trial.at and at.step == trial.at + 1:
         hint = f"the data did not continue where it stopped, because this is the first step after resuming; or {hint}"
-    words = (
-        f"not equal: {trial} differs from one device at step {at.step} in {at.leaf} by {at.difference:.1e}; rounding "
-        f"explains at most {at.bound:.1e}; {at.beyond} of {leaves} compared values exceed their bounds there. "
-        f"Check first: {hint}."
-    )
-    return Run(str(trial), at, words)
+    differs = f"not equal: {trial} differs from one device at step {at.step} in {at.leaf} by {at.difference:.1e}"
+    beyond = f"{at.beyond} of {leaves} compared values exceed their bounds there"
+    return Run(str(trial), at, f"{differs}; rounding explains at most {at.bound:.1e}; {beyond}. Check first: {hint}.")
 
 
 HINTS = {

@@ -4,12 +4,11 @@ Every strategy runs on one device and on all of them, with one microbatch a step
 saved in the middle and resumed under another setting.
 """
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from jdp.base.errors import UserError
 from jdp.base.words import StrategyName
@@ -19,13 +18,9 @@ from jdp.core.sharding.axes import batch_unit
 from jdp.core.sharding.strategy import STRATEGIES
 from jdp.core.state import TrainState
 from jdp.core.step import Step
-from jdp.core.types import Batch
 from jdp.data.feed import shard_batches
 from jdp.prove.bounds import Closest, Record, snapshot
 from jdp.prove.reference import Reference
-
-Batches = Callable[[int], Batch]
-"""`batches(index)` -> the global batch of the step after `index` consumed batches, as NumPy arrays."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +49,8 @@ def changes(setting: Setting, other: Setting) -> int:
     return sum(a != b for a, b in zip(astuple(setting), astuple(other), strict=True))
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A run under one setting, or a run that is saved after step `at` and resumed under another setting, `onto`."""
+class Trial(NamedTuple):
+    """A run under one setting, or a run that is saved after step `at` and resumed under another setting."""
 
     setting: Setting
     at: int = 0
@@ -67,14 +61,8 @@ class Trial:
 
     @property
     def causal_order(self) -> tuple[int, ...]:
-        """Sort key of differing runs: the likeliest cause first.
-
-        A setting shares the faults of settings with fewer changes from one device, a resumed run those of its settings.
-        """
+        """Sort key, the likeliest cause first: a run shares the faults of runs with fewer changes."""
         return self.at, changes(self.setting, Setting()), self.setting.devices, self.setting.accumulate
-
-
-# Which runs to make.
 
 
 def steps_of(
@@ -99,10 +87,7 @@ def steps_of(
 def choose_trials(
     settings: Sequence[Setting], requested: Setting, *, steps: int, only: Sequence[str] = (), quick: bool = False
 ) -> list[Trial]:
-    """Return the runs of a proof: every setting, then the user's own resumed under another setting; or some of these.
-
-    The other setting has several devices and the most changes; a tie goes to the highest stage.
-    """
+    """Return every setting, then the user's own resumed under the most different setting; or some of these."""
     several, stages = [setting for setting in settings if setting.devices > 1], list(STRATEGIES)
     if not several:
         return []
@@ -118,16 +103,11 @@ def choose_trials(
     return trials[-1:] if quick else named
 
 
-# How to compare a run.
-
-
-@dataclass(frozen=True)
-class Trials:
+class Trials(NamedTuple):
     """Runs under different settings, all compared with one record."""
 
     reference: Reference
     steps: Mapping[Setting, Step]
-    batches: Batches
     record: Record  # of the reference
 
     def run_all(self, trials: Sequence[Trial], begin: Callable[[str], None]) -> dict[Trial, Closest]:
@@ -137,10 +117,9 @@ class Trials:
             begin(str(trial))
             results[trial] = self._run(trial)
         begin("")
-        for trial in [trial for trial, at in results.items() if trial.onto is not None and at.ratio > 1]:
-            suspects = [Trial(setting) for setting in (trial.setting, trial.onto) if setting is not None]
-            results |= {suspect: self._run(suspect) for suspect in suspects if suspect not in results}
-        return results
+        resumed = [trial for trial, at in results.items() if trial.onto is not None and at.ratio > 1]
+        suspects = [Trial(setting) for trial in resumed for setting in (trial.setting, trial.onto) if setting]
+        return results | {suspect: self._run(suspect) for suspect in suspects if suspect not in results}
 
     def _run(self, trial: Trial) -> Closest:
         """Run to the end or the first step beyond a bound; return the element with the largest share of its bound."""
@@ -167,11 +146,8 @@ class Trials:
             yield from self._steps(step, [state], range(saved_at + 1, last + 1), position=restored["done"])
 
     def _steps(self, step: Step, holder: list[TrainState], numbers: range, position: int) -> Iterator[Closest]:
-        """Run and compare steps with the batches from `position` on.
-
-        `holder` is a list with one state, replaced after each step: no other reference keeps its memory.
-        """
-        loader = (self.batches(index) for index in range(position, len(self.record.values) - 1))
+        """Run and compare steps; `holder`, a list with one state, keeps no other reference to its memory."""
+        loader = (self.reference.batches(index) for index in range(position, len(self.record.values) - 1))
         with shard_batches(loader, step.plan, prefetch=1) as feed:
             for number in numbers:
                 state, metrics = step(holder.pop(), next(feed))

@@ -20,49 +20,31 @@ VOCABULARY, FEATURES, CLASSES, LENGTH, STEPS = 12, 6, 4, 3, 3
 
 @dataclass(frozen=True)
 class Case:
-    """One draw. The first option of each field is the simplest.
-
-    Attributes:
-        model: a pytree of arrays, or an NNX module.
-        inputs: float32 [rows, 6], or int tokens [rows, 3].
-        layers, stacked: how many layers the loop has; one tree with a leading layer dimension, or a list.
-        walk: through the layers once; twice; in a loop of the model's own; with a tree of activations; beside numbers.
-        remat: what the loop keeps (`jdp.scan_layers`).
-        tied, shared: the first weight is the last one, too; one dense layer is used before and after the loop.
-        state: what the module keeps beside parameters.
-        inner: what each layer of the loop keeps.
-        noise: how randomness is drawn; in evaluation there is none.
-        batch: its structure. weights: of the examples.
-        bad: what is wrong with the second batch of three.
-        loss: sums and a weight; or the plain mean over the rows; or a weight that depends on a parameter.
-        term: what is added to the total.
-        metrics: none, one with the loss's weight, one with its own.
-        frozen: the first weight is not trained; rests in float16; is there beside a table of integers.
-    """
+    """One draw. The first option of each field is the simplest."""
 
     seed: int = 0
     rows: int = 8
-    model: str = "tree"
-    inputs: str = "floats"
+    model: str = "tree"  # a pytree of arrays, or an NNX module
+    inputs: str = "floats"  # float32 [rows, 6], or int tokens [rows, 3]
     width: int = 8
-    layers: int = 1
-    stacked: bool = False
-    walk: str = "once"
-    remat: str | None = None
-    tied: bool = False
-    shared: bool = False
-    state: str | None = None
-    inner: str | None = None
-    noise: str | None = None
-    batch: str = "flat"
-    weights: str = "ones"
-    bad: str | None = None
-    loss: str = "sum"
-    term: str | None = None
-    metrics: str | None = None
+    layers: int = 1  # of the loop
+    stacked: bool = False  # one tree with a leading layer dimension, or a list
+    walk: str = "once"  # through the layers; twice; in the model's own loop; with a tree of activations; beside numbers
+    remat: str | None = None  # as of `jdp.scan_layers`
+    tied: bool = False  # the first weight is the last one, too
+    shared: bool = False  # one dense layer is used before and after the loop
+    state: str | None = None  # of the module, beside parameters
+    inner: str | None = None  # state of each layer of the loop
+    noise: str | None = None  # how randomness is drawn; in evaluation there is none
+    batch: str = "flat"  # its structure
+    weights: str = "ones"  # of the examples
+    bad: str | None = None  # what is wrong with the second batch of three
+    loss: str = "sum"  # sums and a weight; the plain mean over the rows; a weight that depends on a parameter
+    term: str | None = None  # added to the total
+    metrics: str | None = None  # none, one with the loss's weight, one with its own
     optimizer: str = "sgd"
     clip_norm: float | None = None
-    frozen: str | None = None
+    frozen: str | None = None  # the first weight is not trained; rests in float16; is there beside a table of integers
 
     def __repr__(self) -> str:
         fields = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))

@@ -57,13 +57,13 @@ def alone():
     [("manual", 8, "zero1"), ("manual", 8, "zero3"), (None, 4, "ddp"), (None, 8, "zero2")],
 )
 @pytest.mark.default_ids("manual-8-zero3", "None-4-ddp")
-def test_in_batch_negatives_are_those_of_the_whole_batch(alone, partitioning, devices, strategy):
+def test_negatives_are_of_the_whole_batch(alone, partitioning, devices, strategy):
     step, found = losses(clip, plan_of(devices, strategy), partitioning=partitioning)
     assert step.partitioning == (partitioning or "auto")
     np.testing.assert_allclose(found, alone, rtol=2e-5)  # sums of 16 rows in another order, three steps long
 
 
-def test_a_loss_is_refused_that_mixes_without_it_or_gathers_where_it_cannot():
+def test_losses_that_mix_without_gather_rows_are_refused():
     def without(params, batch, rng):
         image, text = (batch[name] @ params[name] for name in ("image", "text"))
         nll = optax.softmax_cross_entropy_with_integer_labels(image @ text.T, jnp.arange(len(text)))

@@ -161,7 +161,7 @@ def test_a_gradient_penalty_is_that_of_plain_jax():
 
 
 @pytest.mark.rest
-def test_the_private_loss_has_the_gradient_of_the_algorithm():
+def test_the_private_gradient_follows_the_algorithm():
     """Abadi et al., algorithm 1: each example's own gradient, divided by max(1, norm / C); their mean."""
     program, random = story("private"), np.random.default_rng(1)
     x = random.normal(size=(program.ROWS, program.FEATURES)).astype("float32")

@@ -68,10 +68,7 @@ KEPT = (
     (Case(noise="keys", optimizer="momentum"), Setting("ddp", "manual", 2)),
     (Case(noise="mask", metrics="own", rows=16), Setting("zero2", "manual", 2)),
     (Case(noise="gamma", weights="half"), Setting("zero2", "manual", 1, "data=4")),
-    (
-        Case(noise="numbered", layers=2, inputs="tokens", stacked=True, optimizer="adamw"),
-        Setting("zero1", "auto", 2),
-    ),
+    (Case(noise="numbered", layers=2, inputs="tokens", stacked=True, optimizer="adamw"), Setting("zero1", "auto", 2)),
     (Case(noise="last_rows", inputs="tokens", walk="own", optimizer="masked"), Setting("zero2", "manual", 2)),
     (Case(noise="vector", optimizer="average"), Setting("zero2", "manual", 1, "data=8")),
     (Case(noise="layer_split", layers=4, rows=16), Setting("zero3", "manual", 1, "data=4")),
@@ -205,8 +202,7 @@ def check(case, setting, folder, evaluates=True, *, magnifies=False, **options):
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("case", "setting"),
-    [pytest.param(draw(n)[0], draw(n)[1][i], id=f"{n}-{i}") for n, i in QUICK],
+    ("case", "setting"), [pytest.param(draw(n)[0], draw(n)[1][i], id=f"{n}-{i}") for n, i in QUICK]
 )
 def test_draws_equal_one_device(case, setting, tmp_path):
     check(case, setting, tmp_path)

@@ -18,6 +18,10 @@ import time
 from pathlib import Path
 
 MISSING = "no Chromium on PATH: apt-get install chromium"
+OPTIONS = (  # no sandbox: as root, in a container
+    "--headless=new --remote-debugging-pipe --no-sandbox --disable-gpu --disable-dev-shm-usage "
+    "--disable-background-networking --no-first-run"
+)
 PATIENCE = 60.0
 """Seconds for one answer: two cores are shared with other tests."""
 
@@ -36,23 +40,9 @@ class Chromium:
         self._read, from_browser = os.pipe()
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser, from_browser)]  # neither is 3 or 4
         self._log = (Path(self._folder) / "stderr").open("w+b")
+        shell = ("bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "chromium")
         self._process = subprocess.Popen(
-            [
-                "bash",
-                "-c",
-                f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}',
-                "chromium",
-                find_chromium(),
-                "--headless=new",
-                "--remote-debugging-pipe",
-                "--no-sandbox",  # as root, in a container
-                "--disable-gpu",
-                "--disable-dev-shm-usage",
-                "--disable-background-networking",
-                "--no-first-run",
-                f"--user-data-dir={self._folder}/profile",
-                "about:blank",
-            ],
+            [*shell, find_chromium(), *OPTIONS.split(), f"--user-data-dir={self._folder}/profile", "about:blank"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._log,

@@ -20,7 +20,7 @@ NAMES = {
     "abstract_state": "test_init.py::test_the_abstract_state_describes_the_real_one",
     "ema_params": "test_ema.py::test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters",
     "foresee": "test_foresee.py::test_from_python_around_ones_own_model",
-    "gather_rows": "test_gather_rows.py::test_in_batch_negatives_are_those_of_the_whole_batch[manual-8-zero3]",
+    "gather_rows": "test_gather_rows.py::test_negatives_are_of_the_whole_batch[manual-8-zero3]",
     "init": "test_value_and_grad.py::test_a_tree_is_born_sharded_with_the_bits_of_one_device",
     "init_state": "test_init.py::test_initial_values_are_bitwise_the_same_on_any_mesh[zero3-axes0]",
     "initialize": "test_initialize.py::test_two_processes_sum_over_four_devices",
@@ -47,7 +47,7 @@ NAMES = {
     "export": "test_hugging_face.py::test_an_exported_model_is_what_was_imported[llama]",
     "guard": "test_nonfinite.py::test_nan_in_the_batch_is_named_with_its_rows[zero3]",
     "models": "test_models.py::test_logits_are_those_of_a_plain_reference",
-    "prove": "test_prove.py::test_every_strategy_on_one_device_and_all_with_one_microbatch_and_two_and_a_resume",
+    "prove": "test_prove.py::test_every_strategy_and_a_resume_are_proven",
 }
 """The public names of `jdp`."""
 
@@ -90,7 +90,7 @@ CONTRACTS = {
     "the same order of examples on any number of processes": "test_order_properties.py::test_processes_read_the_same_global_batches",
     "masks and initial weights are those of any mesh": "test_nnx.py::test_batch_statistics_are_global_and_masks_independent_of_the_mesh",
     "a loss that mixes examples is refused where it cannot be right": "test_loss_check.py::test_a_loss_that_is_no_sum_sees_all_rows_or_is_refused[contrastive]",
-    "any pytree trains": "test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[linen]",
+    "any pytree trains": "test_other_frameworks.py::test_any_pytree_trains_as_on_one_device[linen]",
     "any step is compared with its baseline, by source line": "test_programs.py::test_a_baseline_notices_a_line_that_sends_more",
     "a user's mistake is one error and exit 2": "test_cli.py::test_a_mistake_is_one_error_and_exit_2",
     "processes that are missing are named": "test_roll_call.py::test_who_is_missing_is_named_after_a_while_and_at_the_end_on_every_process",

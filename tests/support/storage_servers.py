@@ -30,8 +30,6 @@ def s3_server() -> Generator[dict[str, str]]:
 @pytest.fixture
 def bucket(s3_server, monkeypatch, request) -> str:
     """Return the address of an empty bucket of the test's own, with the environment set."""
-    import fsspec
-
     for name, value in s3_server.items():
         monkeypatch.setenv(name, value)
     name = f"test-{zlib.crc32(request.node.nodeid.encode())}"

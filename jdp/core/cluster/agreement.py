@@ -1,12 +1,8 @@
 """Check that several processes agree before they compute together; if not, all raise the same error.
 
-JAX does not check that processes have equal keys, shapes and programs: if they differ, results are wrong or a
-collective hangs. They are compared through the coordination service, without the devices.
-
-1. Each process publishes a digest of each fact, and waits at a barrier, which names missing processes.
-2. The first process compares the digests and publishes its verdict. For the first fact that differs, two processes
-   publish its text, and the first process finds the first difference of the texts.
-3. Every process reads the same verdict, and raises the same error.
+If keys, shapes or programs differ, results are wrong or a collective hangs, and JAX does not check them. Here they are
+compared through the coordination service, without the devices. Each process publishes a digest of each fact. The first
+process compares these, and the texts of the first fact that differs. Every process raises the same error.
 
 A call with the shapes of the call before it compares nothing. So if only one process' batch changes shape, that process
 would wait here for ever, and the others in a collective. A thread on each process looks once a second, in large
@@ -225,8 +221,6 @@ def _around(one: str, other: str) -> tuple[str, str]:
 
     return excerpt(one), excerpt(other)
 
-
-# The facts.
 
 _LARGE_CONSTANT = re.compile(r'dense<"0x([0-9A-Fa-f]+)">')
 

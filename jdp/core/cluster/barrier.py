@@ -1,10 +1,8 @@
 """Barriers of all processes, bounded in time, which name the processes that do not arrive.
 
 JAX's own barrier (`multihost_utils.sync_global_devices`) is a collective of the devices: if a process is missing, it
-waits for ever, without a message. These barriers use the coordination service, which answers while the devices hang.
-
-A barrier is identified by its name and by the number of earlier barriers of that name: all processes come to them in
-the same order.
+waits for ever, without a message. These use the coordination service, which answers while the devices hang. A barrier
+is identified by its name and the number of earlier ones of that name: all processes come to them in the same order.
 """
 
 import json
@@ -89,20 +87,15 @@ def from_first_process(name: str, value: _Small, *, seconds: float = WAIT_SECOND
 
 @dataclass(frozen=True)
 class Store:
-    """Keys of the coordination service's store with one prefix, and barriers of that name.
-
-    Attributes:
-        everyone: True if these are all processes that have joined; the service may know more than this process.
-    """
+    """Keys of the coordination service's store with one prefix, and barriers of that name."""
 
     client: Any  # JAX's client of the coordination service
     prefix: str  # the beginning of the keys
     members: tuple[int, ...]  # the processes that take part
-    everyone: bool = False
+    everyone: bool = False  # these are all that have joined; the service may know more than this process
 
     @property
     def me(self) -> int:
-        """Index of this process."""
         joined = joined_as()
         return joined[0] if joined else jax.process_index()
 

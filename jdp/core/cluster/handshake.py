@@ -1,11 +1,8 @@
 """The handshake at the start: processes that were not started alike end at once, all with the same message.
 
-JAX accepts processes with different versions, numbers of devices or numbers of processes, and then hangs or computes
-something else. There are three comparisons:
-
-1. On joining: versions that determine a program, and jdp's own source. No device is started.
-2. When JAX has its devices: their number on every process. Each process sees all devices, so nothing is sent.
-3. `jdp train`: the experiment, line by line. The program is compared before the first step (`batch`).
+JAX accepts processes with different versions or numbers of devices, and then hangs or computes something else. Versions
+and jdp's own source are compared on joining, the numbers of devices when JAX has them, and by `jdp train` the
+experiment, line by line. The program is compared before the first step (`batch`).
 """
 
 import hashlib

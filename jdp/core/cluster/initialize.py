@@ -1,8 +1,7 @@
 """Join a cluster of processes, and exit after a failure.
 
-`initialize` looks for a cluster in a fixed order: its own arguments, jdp's variables, JAX_COORDINATOR_ADDRESS, Open
-MPI, Slurm, an indexed Kubernetes job, a TPU pod (`schedulers`). If it finds none, the process is alone. A cluster that
-cannot be joined is always an error: several processes that train separately look healthy and are all wrong.
+`schedulers` finds the cluster; without one the process is alone. A cluster that cannot be joined is always an error:
+several processes that train separately look healthy and are all wrong.
 """
 
 import atexit
@@ -201,7 +200,6 @@ def _at_exit() -> None:
 
 
 def _arguments(cluster: Cluster) -> dict[str, Any]:
-    """Return the arguments of `jax.distributed.initialize`."""
     timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": SHUTDOWN_SECONDS}
     if cluster.coordinator is None:
         return timeouts

@@ -1,14 +1,9 @@
 """The roll call: before they join, processes wait for each other, and the missing ones are named.
 
 JAX's own wait is silent for five minutes and ends in an abort. So process 0 first listens at the coordinator's address.
-The others connect, send their numbers, and stay connected until all have come. Then process 0 closes the port, and
-JAX's coordinator opens it.
-
-All processes belong to one attempt: a process that has ended is disconnected, and not counted. The coordinator of an
-earlier attempt does not answer; the others wait until it is gone.
-
-If all processes of a node have ended with 0, the node calls the roll once more. Then processes that were started again
-learn that their attempt cannot be complete.
+The others connect, send their numbers, and stay connected until all have come; a process that has ended is not counted.
+Then process 0 closes the port, and JAX's coordinator opens it. If all processes of a node have ended with 0, the node
+calls the roll once more. Then processes that were started again learn that their attempt cannot be complete.
 """
 
 import contextlib
@@ -77,8 +72,6 @@ class RollCall:
             for connection in here.values():
                 connection.close()
 
-    # Number 0.
-
     def _listening(self, end: float) -> socket.socket:
         """Return the server, when nobody else uses the port: gRPC would share it with another job of this user."""
         bound = bind_address(self.coordinator)
@@ -125,15 +118,13 @@ class RollCall:
         if {name: type(value) for name, value in said.items()} != _MESSAGE:  # a stranger
             return connection.close()
         if problem := self._problem(said):
-            _tell([connection], {"error": problem, "code": Mismatch.exit_code})
-            connection.close()
+            _refuse(connection, problem)
             if self.unit == "process":
                 raise Mismatch(problem)
             return None
         if older := here.pop(said["number"], None):
             text = f"{_who(said)} came twice: give each process its own number, and each machine its own --node-rank."
-            _tell([older], {"error": text, "code": Mismatch.exit_code})
-            older.close()
+            _refuse(older, text)
         here[said["number"]] = connection
         return None
 
@@ -151,8 +142,6 @@ class RollCall:
             f"The number of {PLURAL[self.unit]} must be the same everywhere; {self.unit} 0 has {self.count}, "
             f"{_who(said)} has {said['count']}. Start all with the same numbers (--nodes, -n)."
         )
-
-    # The others.
 
     def _answer(self, end: float, seconds: float) -> None:
         """Connect to number 0, repeatedly, and wait for its verdict."""
@@ -201,6 +190,11 @@ def _tell(connections: Iterable[socket.socket], verdict: dict[str, Any]) -> None
     for connection in connections:
         with contextlib.suppress(OSError):  # it has ended
             connection.sendall(json.dumps(verdict).encode())
+
+
+def _refuse(connection: socket.socket, problem: str) -> None:
+    _tell([connection], {"error": problem, "code": Mismatch.exit_code})
+    connection.close()
 
 
 def _is_connected(connection: socket.socket) -> bool:

@@ -11,9 +11,9 @@ where the coordinator listens, follows from them too:
 | srun                | the first of the step's node list              | from the job's number                   |
 | an indexed job      | this pod's name with index 0                   | 8476                                    |
 
-JDP_COORDINATOR replaces the address under a scheduler too, and JAX_COORDINATOR_PORT the port. JAX's own detectors
-(`jax/_src/clusters`) give the address under Slurm and Open MPI 4. They do not know Open MPI 5. In a pod they ask the
-API server, which needs permissions. They give each process one GPU, even if it is alone on its host.
+JDP_COORDINATOR replaces the address under a scheduler too, and JAX_COORDINATOR_PORT the port. JAX's own detectors give
+the address under Slurm and Open MPI 4. They do not know Open MPI 5, need permissions in a pod, and give each process
+one GPU, even if it is alone on its host.
 """
 
 import os

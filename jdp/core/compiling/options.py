@@ -66,7 +66,6 @@ class Compiler:
 
     @staticmethod
     def of(given: Any, buckets: int | None = None) -> Compiler:
-        """Return the `Compiler` for a preset's name or a table of options."""
         if buckets is not None:
             if not is_integer(buckets) or buckets < 1:
                 raise UserError(f"buckets is a number of bytes, at least 1; given {buckets!r}. Give 25 * 2**20.")

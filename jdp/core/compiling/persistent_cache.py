@@ -1,12 +1,9 @@
 """Keep XLA's compiled programs on disk: a process that starts the same program again compiles nothing.
 
-The store is JAX's persistent compilation cache. jdp chooses its folder and its limit, and checks that it is safe:
-
-- A program is code that this process runs. So the folder is the user's, and not used if others may write to it.
-- The folder's name depends on the processor's features. Machine code for CPU devices does too, and JAX's own key does
-  not.
-- Several hosts need one folder that all processes reach. On GPUs XLA divides the search for the best kernels among
-  them: a process that found its program would leave a process that compiles waiting for ever.
+The store is JAX's persistent compilation cache. A program is code that this process runs, so its folder is not used if
+others may write to it. The folder's name depends on the processor's features, as machine code does and JAX's own key
+does not. Several hosts need one folder that all processes reach. On GPUs XLA divides the search for the best kernels
+among them: a process that found its program would leave a process that compiles waiting for ever.
 """
 
 import contextlib

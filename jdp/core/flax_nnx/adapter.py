@@ -1,25 +1,16 @@
 """Split an NNX module into plain trees of arrays, and merge them into a module again.
 
-A module is split once, at initialisation, and merged only while a step is traced; no call of a compiled step walks a
-module. Its parameters become nested dicts with text keys, which JAX flattens natively.
-
-Three kinds of variables:
-- `nnx.Param`, and variables that a filter of nnx (`wrt`) selects: parameters, which a call does not change.
-- `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): not part of the state. Every merge seeds them
-  from the step's key, so the masks depend on that key alone.
-- All others (BatchNorm statistics), and arrays that are plain attributes (tables): model state, which the step returns
-  changed. Variables that a call adds to the module (`sow`) are dropped, and reported.
-
-If a device sees only its part of the batch, `nnx.BatchNorm` (or a subclass) can compute its statistics over mesh axes.
-Each device then has its own values of other state that a call changes: floating-point values are averaged.
+A module is split once, at initialisation, and merged only while a step is traced. `nnx.Param`, and variables that a
+filter of nnx (`wrt`) selects, are parameters. `nnx.RngState` is not part of the state: every merge seeds it from the
+step's key. All other variables (BatchNorm statistics) and arrays that are plain attributes are model state, which the
+step returns changed. Variables that a call adds to the module (`sow`) are dropped, and reported.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import reduce
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -104,7 +95,6 @@ class Adapter:
         return frozenset("/".join(map(str, path)) for path in self.others)
 
     def is_parameter(self, path: tuple[Any, ...], variable: Any) -> bool:
-        """Return whether a variable is a parameter."""
         return isinstance(variable, nnx.Param) or path in self.others
 
     @property
@@ -131,7 +121,7 @@ def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[
     with nnx.use_eager_sharding(False):
         model = init(rng)
     if isinstance(model, nnx.Module):
-        return model, param_specs(model)
+        return model, metadata(model)
     specs: list[tuple[str, PartitionSpec]] = []
     for path, box in jax.tree.leaves_with_path(model, is_leaf=_is_box):
         if isinstance(box, LogicallyPartitioned):
@@ -142,9 +132,11 @@ def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[
     return unboxed, tuple((path, spec) for path, spec in specs if spec)
 
 
-def param_specs(module: nnx.Module) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Return (path, spec) for each variable of a module that its metadata shards."""
-    variables = ((path, leaf) for path, leaf in _flat(module).items() if isinstance(leaf, nnx.Variable))
+def metadata(tree: Any) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Return (path, spec) for each variable of a module that its metadata shards; () for other trees."""
+    if not isinstance(tree, nnx.Module):
+        return ()
+    variables = ((path, leaf) for path, leaf in _flat(tree).items() if isinstance(leaf, nnx.Variable))
     specs = ((tuple(map(str, path)), _spec(leaf)) for path, leaf in variables)
     return tuple(("/".join(path), spec) for path, spec in specs if spec)
 
@@ -265,10 +257,7 @@ def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
 
 def at(tree: Mapping[str, Any], path: tuple[Any, ...]) -> Any:
     """Return the value at a path in nested dicts with text keys, as `nested` makes them."""
-    value: Any = tree
-    for key in path:
-        value = value[str(key)]
-    return value
+    return reduce(lambda value, key: value[str(key)], path, cast(Any, tree))
 
 
 def with_value(leaf: Any, value: Any) -> Any:

@@ -1,17 +1,10 @@
 """Changes that a call makes in NNX modules, although JAX traces the call separately.
 
-Inside a `jax.lax.scan` or a `jax.checkpoint` NNX refuses to change a variable that was made outside: the new value
-would be a tracer that outlives its trace. Therefore
-
-1. the call gets a copy of its argument, built from the arrays of the trace (`Flattened.unflatten`). While it runs, the
-variables in its closure hold the trace's arrays (`substituted`);
-2. the changes leave the trace as arrays (`Flattened.changes`, `values`);
-3. outside, those arrays are written into the original variables (`Flattened.write`, `assign`).
-
-If the layers hold no NNX variables (plain dicts, linen's or equinox's trees), the same steps change nothing.
+Inside a `jax.lax.scan` or a `jax.checkpoint` NNX refuses to change a variable that was made outside, because the new
+value would be a tracer that outlives its trace. So the call gets a copy of its argument, built from the arrays of the
+trace (`Flattened.unflatten`), and the variables in its closure hold such arrays meanwhile (`substituted`). The changes
+leave the trace as arrays, and are then written into the original variables (`Flattened.write`, `assign`).
 """
-
-from __future__ import annotations
 
 import functools
 import types
@@ -56,7 +49,6 @@ class Flattened:
 
     @property
     def variables(self) -> list[nnx.Variable[Any]]:
-        """The NNX variables among `nodes`."""
         return [node for node in self.nodes if isinstance(node, nnx.Variable)]
 
     def unflatten(self, arrays: Iterable[Any]) -> Any:
@@ -129,7 +121,6 @@ def values(variables: Sequence[nnx.Variable[Any]]) -> list[Any]:
 
 
 def assign(variables: Sequence[nnx.Variable[Any]], new: Sequence[Any]) -> None:
-    """Set the values of the variables."""
     for variable, value in zip(variables, new, strict=True):
         variable.set_raw_value(value)
 
@@ -137,15 +128,19 @@ def assign(variables: Sequence[nnx.Variable[Any]], new: Sequence[Any]) -> None:
 @contextmanager
 def substituted(variables: Sequence[nnx.Variable[Any]], new: Sequence[Any]) -> Generator[None]:
     """Give the variables the values `new` and the current trace while the context lasts."""
-    fields = ("_trace_state", "_raw_value")
-    kept = [[getattr(variable, name) for name in fields] for variable in variables]
+    before = [(variable._trace_state, variable._raw_value) for variable in variables]  # pyright: ignore[reportPrivateUsage]
     try:
-        for variable, value in zip(variables, new, strict=True):
-            _set(variable, fields, (TraceState(), value))
+        _set_fields(variables, [(TraceState(), value) for value in new])
         yield
     finally:
-        for variable, before in zip(variables, kept, strict=True):
-            _set(variable, fields, before)
+        _set_fields(variables, before)
+
+
+def _set_fields(variables: Sequence[nnx.Variable[Any]], states: Sequence[tuple[TraceState, Any]]) -> None:
+    """Set traces and values without the trace-level check of NNX's own setters."""
+    for variable, (trace, value) in zip(variables, states, strict=True):
+        object.__setattr__(variable, "_trace_state", trace)
+        object.__setattr__(variable, "_raw_value", value)
 
 
 @contextmanager
@@ -213,12 +208,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
-
-
-def _set(variable: nnx.Variable[Any], fields: Sequence[str], new: Sequence[Any]) -> None:
-    """Set attributes without the trace-level check of NNX's own setters."""
-    for name, value in zip(fields, new, strict=True):
-        object.__setattr__(variable, name, value)
 
 
 def _put(tree: Any, path: Path, value: Any) -> None:

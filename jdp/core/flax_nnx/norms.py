@@ -4,8 +4,6 @@
 device masks the same number. So sums and counts are reduced instead.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, cast
 

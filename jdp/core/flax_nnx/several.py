@@ -4,8 +4,6 @@
 into the modules of the loop, as by NNX' own transformations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jdp.base.errors import UserError
 from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_in_model
-from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, param_specs, value_of, with_value
+from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, value_of, with_value
 
 
 @dataclass(frozen=True)
@@ -151,11 +149,6 @@ def parameters(tree: Any) -> Any:
     return nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
 
 
-def metadata(tree: Any) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Return (path, spec) for each parameter of a module that its metadata shards; () for other trees."""
-    return param_specs(tree) if isinstance(tree, nnx.Module) else ()
-
-
 def map_parameters(opened: Any, parameters: Callable[[Any], Any], others: Callable[[Any], Any]) -> Any:
     """Return a tree like `opened`: `parameters` maps the tree of its parameters, `others` each other leaf."""
     if not isinstance(opened, nnx.State):
@@ -171,12 +164,10 @@ def map_parameters(opened: Any, parameters: Callable[[Any], Any], others: Callab
 
 
 def is_module(tree: Any) -> bool:
-    """Return whether a tree is an NNX module."""
     return isinstance(tree, nnx.Module)
 
 
 def is_optimizer(tree: Any) -> bool:
-    """Return whether a tree is an `nnx.Optimizer`."""
     return isinstance(tree, nnx.Optimizer)
 
 

@@ -1,11 +1,8 @@
 """Compare the structure of two modules, so that a step compiled for one of them serves the other.
 
-NNX compares the values of a module's attributes, and functions by identity. A lambda or a `functools.partial` in a
-module's `__init__` is another object in every instance. Here two functions are equal if they run the same code on the
-same values.
+NNX compares functions by identity, and a lambda in a module's `__init__` is another object in every instance. Here two
+functions are equal if they run the same code on the same values.
 """
-
-from __future__ import annotations
 
 import functools
 import types
@@ -52,8 +49,7 @@ def _comparable(value: Any) -> Hashable:
             partial = cast("functools.partial[Any]", value)
             return (functools.partial, *map(_comparable, (partial.func, partial.args, partial.keywords)))
         case tuple() | list():
-            items = cast("tuple[Any, ...]", value)
-            return (type(items), *map(_comparable, items))
+            return (type(value), *map(_comparable, cast("tuple[Any, ...]", value)))
         case dict():
             entries = cast("dict[Any, Any]", value)
             return (dict, *((key, _comparable(entries[key])) for key in sorted(entries, key=repr)))

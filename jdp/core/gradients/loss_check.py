@@ -1,20 +1,16 @@
 """The trial of a loss before the first step: are its total and its weight sums over rows, as `jdp.Loss` declares?
 
-A step relies on this when it calls the loss on parts of the batch: on each device's rows under `manual`, or on each of
-several microbatches. Two properties of such sums are tried on a few rows, in float32:
+A step relies on this when it calls the loss on parts of the batch. Two properties are tried on a few rows, in float32:
 
 1. Without rows both are 0. This finds a penalty that is counted once a call, however small. If the loss does not accept
    zero rows, or is not finite there, a call with every row twice must give twice the sums.
 2. No row changes another row's part. For rows (a, b) and other rows (a', b') of the same shapes,
    f(a, b) + f(a', b') = f(a', b) + f(a, b'). If the loss draws nothing, the order of the rows does not matter either.
 
-Only values are compared: rows that interact behind a `stop_gradient`, and cancel, are not found. Batch norms of NNX,
-which jdp knows, use their running averages meanwhile. The trial uses the weights and rows of the first call, then moves
-them into general position: with a head of zeros, or weights that are all 1, no row would make a difference. A result
-that is not finite decides nothing.
+Only values are compared: rows that interact behind a `stop_gradient`, and cancel, are not found. Batch norms of NNX use
+their running averages meanwhile. The weights and rows of the first call are tried, then moved into general position:
+with a head of zeros no row would make a difference. A result that is not finite decides nothing.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,29 +43,20 @@ class UntriedError(ValueError):
 
 @dataclass(frozen=True)
 class Trial:
-    """A loss, and the state and the batch that it is tried on.
-
-    Attributes:
-        draws: True if the loss draws random numbers.
-        evaluates: True to call it as an evaluation does: without a key, and with modules in evaluation mode.
-        statistics: paths of model state that each device computes over its own rows, and that is then averaged.
-    """
+    """A loss, and the state and the batch that it is tried on."""
 
     spec: GradientSpec
     state: AnyState
     batch: Batch
-    draws: bool = False
-    evaluates: bool = False
-    statistics: tuple[str, ...] = ()
+    draws: bool = False  # random numbers
+    evaluates: bool = False  # called as in an evaluation: without a key, and with modules in evaluation mode
+    statistics: tuple[str, ...] = ()  # paths of model state that each device computes over its rows, then averaged
 
     def finding(self, rows: int) -> str | None:
         """Describe the first violation, with its two numbers; None if the loss passes.
 
-        Args:
-            rows: the rows of a call of the step, which are tried if the loss does not accept `ROWS` of them.
-
-        Raises:
-            UntriedError: nothing was decided.
+        If the loss does not accept `ROWS` rows, it is tried on the `rows` of a call of the step. If this decides
+        nothing, it raises UntriedError.
         """
         batch_size, reason = batch_rows(self.batch), ""
         for count in dict.fromkeys((min(ROWS, batch_size), min(rows, batch_size))):

@@ -1,7 +1,5 @@
 """The findings of a trial: each function compares the sums of its calls, and describes a difference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +22,6 @@ def exchanged_rows(count: int) -> np.ndarray:
 
 
 def without_rows(empty: Sums) -> str | None:
-    """Describe sums over no rows that are not 0."""
     if empty.weight:
         return f"without rows Loss.weight is {empty.weight:.6g}, not 0: return jdp.Loss(total, mask.sum()), or the rows"
     if np.isfinite(empty.total) and empty.total:
@@ -79,7 +76,7 @@ def of_averages(leaves: list[tuple[str, Any, Any, Any, Any]], count: int) -> str
 
 
 def of_order(calls: Sums) -> str | None:
-    """Compare rows with the same rows in the opposite order, which may round differently."""
+    """Compare rows with the same rows in the opposite order."""
     for name, f in (("total", calls.total), ("weight", calls.weight)):
         if abs(f[0] - f[-1]) > 1e-3 * (abs(f[0]) + abs(f[-1])):
             return f"Loss.{name} is {f[0]:.6g} of some rows and {f[-1]:.6g} of the same rows in the opposite order"

@@ -43,19 +43,13 @@ drawn while a user's function is traced."""
 
 @dataclass(frozen=True)
 class View:
-    """How a loss is called for a batch of certain shapes.
-
-    Attributes:
-        partitioning: "auto" or "manual".
-        why: the reason, one sentence.
-        loss_fn: the loss, with its aux marked as rows or not.
-        draws: which draws count rows, if the loss draws and is called on parts of the batch.
-    """
+    """How a loss is called for a batch of certain shapes."""
 
     partitioning: Partitioning
     why: str
-    loss_fn: LossFn
-    draws: RowDraws | None = None
+    loss_fn: LossFn  # with its aux marked as rows or not
+    draws: RowDraws | None  # which draws count rows, if the loss is called on parts of the batch
+    is_random: bool  # it draws random numbers
 
 
 MOST_DRAWN = 2**30
@@ -151,7 +145,8 @@ def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callab
     if reason is not None and not (reason == IN_TRAINING_ALONE and reading.partitioning == "auto"):
         raise UserError(_refusal(spec, name, reason))
     reading.check_metrics()
-    return View(reading.partitioning, why + reading.remarks, reading.loss_fn, reading.draws)
+    is_random = draws_anything(reading.jaxpr)
+    return View(reading.partitioning, why + reading.remarks, reading.loss_fn, reading.draws, is_random)
 
 
 def _check_microbatches(form: LossForm, count: int) -> None:
@@ -220,22 +215,15 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
 
 @dataclass(frozen=True)
 class _Reading:
-    """A loss, traced on shapes as a view calls it.
-
-    Attributes:
-        calls: the number of parts of a batch on which the loss is called.
-        rows: the rows of one call.
-        trace: traces the loss for another number of rows.
-        jaxpr, form: of one call.
-    """
+    """A loss, traced on shapes as a view calls it; `jaxpr` and `form` are those of one call."""
 
     spec: GradientSpec
     state: AnyState
     batch: Batch
     partitioning: Partitioning
-    calls: int
-    rows: int
-    trace: Callable[[int], tuple[Jaxpr, LossForm]]
+    calls: int  # parts of a batch on which the loss is called
+    rows: int  # of one call
+    trace: Callable[[int], tuple[Jaxpr, LossForm]]  # for another number of rows
     jaxpr: Jaxpr
     form: LossForm
 

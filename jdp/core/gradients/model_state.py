@@ -4,8 +4,6 @@ A leaf that a call did not change is still the same array. It is neither average
 table of `finfo.min` would overflow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import and_
 

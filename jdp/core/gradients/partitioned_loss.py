@@ -7,7 +7,6 @@ and microbatches. The step or the gradient decides how to use them.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -25,7 +24,7 @@ from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_view import TrialOnce, Values, View, settle_view
 from jdp.core.gradients.spec import GradientSpec
-from jdp.core.gradients.views import REQUESTED, view_evaluation, view_gradients
+from jdp.core.gradients.views import REQUESTED, evaluated, view_gradients
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
 from jdp.core.sharding.traced_mesh import tracing_on
@@ -42,13 +41,7 @@ def read_only(path: str) -> Any:
 class PartitionedLoss:
     """A loss on a plan: it settles how it is called, and computes its gradient.
 
-    Attributes:
-        loss_fn: the loss function.
-        plan: the mesh and the strategy.
-        settings: of the step or the gradient.
-        noun: its name in reports, such as "train step".
-        is_checked: True after the first call with values.
-        compiled: jitted functions of the step or the gradient, by name; cleared if the view of the loss changes.
+    `noun` is its name in reports, such as "train step"; `is_checked` is True after the first call with values.
     """
 
     def __init__(
@@ -61,7 +54,7 @@ class PartitionedLoss:
     ) -> None:
         self.loss_fn, self.plan, self.settings, self.noun = loss_fn, plan, settings, noun
         self.is_checked = False
-        self.compiled: dict[str, Any] = {}
+        self.compiled: dict[str, Any] = {}  # jitted functions by name; cleared if the view of the loss changes
         self._place = place  # the parameters' placements, if they differ from a train state's
         self._views: dict[Hashable, View] = {}
         self._trial = TrialOnce()
@@ -81,7 +74,6 @@ class PartitionedLoss:
 
     @property
     def why(self) -> str:
-        """The reason for `partitioning`."""
         if self.last:
             return self.last.why
         return REQUESTED if self.settings.requested else "settled when the step is first traced"
@@ -109,10 +101,7 @@ class PartitionedLoss:
         return settled
 
     def check_first(self, state: AnyState, batch: Batch) -> None:
-        """Decide how the loss is called before the first trace, and try the loss if there are values.
-
-        A `Loss` is not tried on abstract values, whose program is only read. In a traced function the trace decides.
-        """
+        """Decide how the loss is called before the first trace, and try it on real values; not in a traced function."""
         batch_rows(batch)
         leaves = jax.tree.leaves((state, batch))
         if self.is_checked or any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
@@ -122,9 +111,9 @@ class PartitionedLoss:
             self.view(state, batch, "real" if is_real else "abstract")
         self.is_checked = self.is_checked or is_real
 
-    def under(self, plan: Plan, **changes: Any) -> PartitionedLoss:
-        """Return this loss for another plan and changed settings, with the findings of its trial."""
-        other = PartitionedLoss(self.loss_fn, plan, replace(self.settings, **changes), self.noun, self._place)
+    def under(self, plan: Plan) -> PartitionedLoss:
+        """Return this loss for another plan, with the findings of its trial."""
+        other = PartitionedLoss(self.loss_fn, plan, self.settings, self.noun, self._place)
         other.is_checked, other._trial = self.is_checked, self._trial
         return other
 
@@ -179,7 +168,6 @@ class PartitionedLoss:
         passed(self.plan.mesh)
 
     def param_placements(self, state: AnyState) -> PyTree:
-        """Return the tree of the parameters' placements."""
         if self._place is not None:
             return self._place(self.plan, state)
         return self.plan.param_placements(state.params, state.static)
@@ -206,8 +194,8 @@ class PartitionedLoss:
     def evaluate(self, state: AnyState, batch: Batch) -> Sums:
         """Return the sums over the whole batch, forward only, while a step is traced."""
         view = self.view(state, batch)
-        run = view_evaluation(view.partitioning, self.gradient_spec(state, view))
-        return run(state.params, state.model_state, batch)
+        spec = self.gradient_spec(state, view)
+        return evaluated(view.partitioning, spec, state.params, state.model_state, batch)
 
 
 def _shapes(state: AnyState, batch: Batch) -> Hashable:

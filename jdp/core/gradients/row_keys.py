@@ -13,8 +13,6 @@ Counter layout: jax's `threefry2x32` in its partitionable form hashes the 64-bit
 (Salmon et al. 2011, doi:10.1145/2063384.2063405; jax-ml/jax design note 3263).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import zlib
@@ -43,26 +41,17 @@ Drawn = tuple[str, Shape]
 
 @dataclass(frozen=True)
 class RowDraws:
-    """The draws of a loss that count rows, by their shapes.
-
-    Attributes:
-        rows: the number of rows for which the loss was traced.
-        by_row: (kind and shape, product of the dimensions before the rows' dimension) of each draw that counts rows.
-        shared: kinds and shapes of the other draws.
-    """
+    """The draws of a loss that count rows, by their shapes, when it is traced for `rows` rows."""
 
     rows: int
-    by_row: tuple[tuple[Drawn, int], ...] = ()
-    shared: frozenset[Drawn] = frozenset()
+    by_row: tuple[tuple[Drawn, int], ...] = ()  # draws that count rows, and the product of the dimensions before these
+    shared: frozenset[Drawn] = frozenset()  # the other draws
 
     def key(self, key: jax.Array, *, offset: Any, stride: int, total: int) -> jax.Array:
-        """Return the row key of a part of the batch, made from the step's key.
+        """Return the row key of a part of the batch, made from the step's key, which is the same on every device.
 
-        Args:
-            key: scalar threefry key, the same on every device.
-            offset: uint32 scalar, may be traced: the global row of local row 0.
-            stride: distance in the global batch between two local rows.
-            total: number of rows of the global batch.
+        `offset` is the global row of local row 0, `stride` the distance between two local rows in the global batch, and
+        `total` the number of its rows.
         """
         words = (*jax.random.key_data(key), offset, stride, total)
         words = jnp.stack([jnp.asarray(word, jnp.uint32) for word in words])
@@ -70,7 +59,6 @@ class RowDraws:
 
 
 def draws_anything(jaxpr: Jaxpr) -> bool:
-    """Return True if a program draws random numbers."""
     return next(_draws(jaxpr), None) is not None
 
 
@@ -86,15 +74,9 @@ def is_of_row_key(error: Exception) -> bool:
 
 
 def read_draws(few: Jaxpr, many: Jaxpr, rows: int, key: Any) -> RowDraws:
-    """Return the draws of a loss that count rows.
+    """Return the draws of a loss that count rows, or raise PartsError if the rows of a draw cannot be identified.
 
-    Args:
-        few: the loss, traced on `rows` rows with a row key.
-        many: the same on twice as many rows.
-        key: the step's key.
-
-    Raises:
-        PartsError: the rows of a draw cannot be identified.
+    `few` is the loss, traced on `rows` rows with a row key, and `many` the same on twice as many.
     """
     if "fry" not in str(key.dtype):  # threefry's; no key is made here, because devices may be described
         raise PartsError(f"it draws from a {key.dtype}, whose numbers have no index; use jax.random.key(seed)")
@@ -103,21 +85,15 @@ def read_draws(few: Jaxpr, many: Jaxpr, rows: int, key: Any) -> RowDraws:
 
 @dataclass(frozen=True)
 class _Draw:
-    """A random operation: its kind, the shape that it draws, the shape of its keys, and whether `rng` made these.
-
-    Attributes:
-        line: the user's source line.
-        carried: for a scan: it draws from a key that is carried or the same in each round.
-        numbered: for a `fold_in`: its numbers are constants of the program, such as `arange(rows)`.
-    """
+    """A random operation in the user's source."""
 
     kind: str
     line: str
     shape: Shape
-    keys: Shape = ()
-    is_own: bool = True
-    carried: bool = False
-    numbered: bool = False
+    keys: Shape = ()  # the shape of its keys
+    is_own: bool = True  # `rng` made these keys
+    carried: bool = False  # a scan draws from a key that is carried or the same in each round
+    numbered: bool = False  # the numbers of a `fold_in` are constants of the program, such as `arange(rows)`
 
 
 def _draws(jaxpr: Jaxpr, called_at: str | None = None) -> Iterator[_Draw]:
@@ -139,11 +115,8 @@ def _draws(jaxpr: Jaxpr, called_at: str | None = None) -> Iterator[_Draw]:
         elif kind in _OTHERS:
             result: Any = eqn.outvars[0].aval
             yield _Draw(kind, line, result.shape, is_own=kind != "random_unwrap" or _is_row_key(first))
-        inside = [
-            draw
-            for inner in jaxprs_in_params(eqn.params)
-            for draw in _draws(inner, line if kind == "jit" else called_at)
-        ]
+        callers = line if kind == "jit" else called_at
+        inside = [draw for inner in jaxprs_in_params(eqn.params) for draw in _draws(inner, callers)]
         if kind == "scan" and inside:
             carried = any(_is_row_key(x.aval) for x in eqn.invars[: sum(scan_counts(eqn))])
             yield _Draw(kind, line, (eqn.params["length"],), carried=carried)

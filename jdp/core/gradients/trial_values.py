@@ -1,8 +1,7 @@
 """Values on which a loss is tried: weights and rows in general position, and keys that draw a constant."""
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,19 +14,22 @@ from jdp.core.types import Batch, PyTree
 
 
 def moved_weights(params: PyTree, amount: jax.Array) -> PyTree:
-    """Return parameters plus `amount` times noise, because initial weights, such as zeros, can hide effects of rows.
-
-    A constant array gets more noise: a head of zeros and a last scale of zeros, as in residual blocks, multiply.
-    """
+    """Return parameters plus `amount` times noise, because initial weights, such as zeros, can hide effects of rows."""
 
     def moved(number: int, x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
+        # constant arrays get more: a head of zeros and a last scale of zeros, as in residual blocks, multiply
         noise, spread = jax.random.normal(jax.random.key(number), x.shape), jnp.std(x)
         return (x + amount * jnp.where(spread > 0, 0.1 * spread + 0.02, 0.3) * noise).astype(x.dtype)
 
-    leaves, tree = jax.tree.flatten(params)
-    return tree.unflatten(map(moved, range(len(leaves)), leaves))
+    return _map_numbered(moved, params)
+
+
+def _map_numbered(function: Callable[[int, jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    """Map a function of a leaf's number and the leaf itself."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(map(function, range(len(leaves)), leaves))
 
 
 def rows_at(batch: Batch, numbers: np.ndarray, sharding: NamedSharding) -> Batch:
@@ -61,15 +63,14 @@ def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
         drawn = (low + uniform * (high - low + 1).astype(jnp.float32)).astype(x.dtype)
         return jnp.where(amount > 0, jnp.minimum(drawn, high), x)
 
-    leaves, tree = jax.tree.flatten(batch)
-    return tree.unflatten(map(moved, range(len(leaves)), map(jnp.asarray, leaves)))
+    return _map_numbered(moved, jax.tree.map(jnp.asarray, batch))
 
 
 def drawn_like(tree: PyTree, shardings: PyTree, *, integers: int = 1, positive: bool = False) -> PyTree:
     """Return sharded arrays with these shapes: integers up to `integers`, other numbers near 0, or 1 if `positive`."""
 
-    def drawn(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        key = jax.random.key(number)
+    def drawn(number: int, like: Any) -> jax.Array:
+        key, shape, dtype = jax.random.key(number), like.shape, like.dtype
         if jnp.issubdtype(dtype, jnp.floating):
             floats = jax.random.uniform(key, shape) + 0.5 if positive else 0.3 * jax.random.normal(key, shape)
             return floats.astype(dtype)
@@ -77,10 +78,8 @@ def drawn_like(tree: PyTree, shardings: PyTree, *, integers: int = 1, positive: 
             return jnp.broadcast_to(jax.random.key(0), shape)
         return jax.random.randint(key, shape, 0, integers + 1).astype(dtype)
 
-    leaves, structure = jax.tree.flatten(tree)
-    shapes = [(number, x.shape, x.dtype) for number, x in enumerate(leaves)]
-    make = jax.jit(lambda: [drawn(*shape) for shape in shapes], out_shardings=structure.flatten_up_to(shardings))
-    return structure.unflatten(make())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    return jax.jit(lambda: _map_numbered(drawn, shapes), out_shardings=shardings)()
 
 
 @functools.cache

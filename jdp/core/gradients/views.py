@@ -1,14 +1,10 @@
 """The two views of a step: the arrays that a call of the loss sees, and the `Collectives` that gather, reduce and sum.
 
-- `auto`: the loss sees global arrays. Sharding constraints take the place of collectives, which XLA inserts. Statistics
-  are global, and a loss may mix examples. XLA decides what it sends: it reduces gradients in the dtype of the backward
-  pass, and inside the accumulation loop if they are computed there.
+- `auto`: the loss sees global arrays, and may mix examples. Sharding constraints take the place of collectives, which
+  XLA inserts: it reduces gradients in the dtype of the backward pass, inside the accumulation loop.
 - `manual`: the gradient runs under `jax.shard_map` over the batch axes, and each device differentiates the sum over its
-  own rows. So it can add microbatches locally and send once, and choose the dtype on the wire, or codes (`wire.py`).
-  XLA still partitions along the model's own axes (`collectives.py`).
+  own rows. So it can add microbatches locally, send once, and choose the dtype on the wire, or codes (`wire.py`).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,18 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.words import Partitioning
 from jdp.core.gradients.accumulate import evaluate, step_gradients
-from jdp.core.gradients.collectives import (
-    ManualCollectives,
-    from_replica_view,
-    replica_view_spec,
-    to_replica_view,
-)
+from jdp.core.gradients.collectives import ManualCollectives, from_replica_view, replica_view_spec, to_replica_view
 from jdp.core.gradients.loss_call import LossForm, LossWithAux, Sums
 from jdp.core.gradients.model_state import changed_leaves
 from jdp.core.gradients.spec import Collectives, GradientSpec
 from jdp.core.plan import Plan
-from jdp.core.sharding.placement import Placement, keep_axes
-from jdp.core.sharding.traced_mesh import batch_axes
+from jdp.core.sharding.placement import keep_axes
 from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
 
@@ -39,14 +29,7 @@ REQUESTED = "asked for"
 
 
 def chosen_view(requested: Partitioning | None, form: LossForm, shards: int, train: bool) -> tuple[Partitioning, str]:
-    """Return the view of a step and the reason for it: the result of the loss decides.
-
-    Args:
-        requested: the requested partitioning.
-        form: the form of the loss' result.
-        shards: number of parts of the batch on the mesh.
-        train: False for an evaluation.
-    """
+    """Return the view of a step and the reason for it: the form of the loss' result decides."""
     if requested is not None:
         return requested, REQUESTED
     if shards == 1:
@@ -67,16 +50,14 @@ def view_gradients(view: Partitioning, spec: GradientSpec) -> Callable[..., Any]
     return partial(_manual_gradients if view == "manual" else _auto_gradients, spec)
 
 
-def view_evaluation(view: Partitioning, spec: GradientSpec) -> Callable[..., Sums]:
-    """Return a function (params, model_state, batch) -> sums, all global."""
-    plan = spec.plan
+def evaluated(view: Partitioning, spec: GradientSpec, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
+    """Return the sums over a global batch, forward only."""
+    plan, replicated = spec.plan, PartitionSpec()
     if view == "auto":
-        whole = partial(evaluate, Collectives(spec))
-        return lambda params, model_state, batch: whole(params, model_state, _constrained(plan, batch))
-    rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
-    local = partial(evaluate, ManualCollectives(spec))
-    replicas = _by_device(local, plan, (rest, replicated, plan.batch_spec), replicated)
-    return lambda params, *others: replicas(to_replica_view(params, spec.placements, plan.mesh), *others)
+        return evaluate(Collectives(spec), params, model_state, _constrained(plan, batch))
+    in_specs = _rest_specs(plan, spec.placements), replicated, plan.batch_spec
+    by_device = _by_device(partial(evaluate, ManualCollectives(spec)), plan, in_specs, replicated)
+    return by_device(to_replica_view(params, spec.placements, plan.mesh), model_state, batch)
 
 
 def on_every_device(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -115,18 +96,14 @@ def _manual_gradients(
 
 def _by_device(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     # check_vma off: the gather boundary is a custom_vjp whose two sides vary over different axes.
-    specs, names = {"in_specs": in_specs, "out_specs": out_specs}, set(batch_axes(plan.mesh))
+    specs, names = {"in_specs": in_specs, "out_specs": out_specs}, set(plan.batch_axes)
     return jax.shard_map(local, mesh=plan.mesh, axis_names=names, check_vma=False, **specs)
 
 
 def _rest_specs(plan: Plan, placements: PyTree) -> PyTree:
     """Return the rest specs in `manual` with only the batch axes; the model's axes stay automatic."""
-    keep = partial(keep_axes, set(batch_axes(plan.mesh)))
-
-    def rest_spec(placement: Placement) -> PartitionSpec:
-        return PartitionSpec(*map(keep, replica_view_spec(placement, plan.mesh)))
-
-    return jax.tree.map(rest_spec, placements)
+    keep = partial(keep_axes, set(plan.batch_axes))
+    return jax.tree.map(lambda place: PartitionSpec(*map(keep, replica_view_spec(place, plan.mesh))), placements)
 
 
 def _aux_specs(spec: GradientSpec) -> list[PartitionSpec]:
@@ -137,5 +114,4 @@ def _aux_specs(spec: GradientSpec) -> list[PartitionSpec]:
 
 def _constrained(plan: Plan, batch: Batch) -> Batch:
     """Shard a batch over the batch axes, however it was sharded before."""
-    sharding = NamedSharding(plan.mesh, plan.batch_spec)
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), batch)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, plan.batch_sharding), batch)

@@ -4,12 +4,9 @@ A device sends the codes of each part of its gradient to the device that owns th
 adds them in float32: codes are never summed. A sum that all devices need is encoded once more and gathered.
 
 Rounding is drawn from the step's key, so it is right on average and nothing is kept between steps (QSGD, Alistarh et
-al. 2017, arXiv:1610.02132). A seed is a uint32 scalar, the same on all devices. There is a seed for each microbatch
-and leaf, and for each layer under zero3, which reduces in the backward pass. Each shard of the batch makes its own key
-from the seed. Numbers that are not finite stay so, and the step's guard finds them.
+al. 2017, arXiv:1610.02132). Each microbatch and leaf, under zero3 each layer, has a seed: a uint32 scalar, the same on
+all devices. Each shard of the batch makes its own key from it. Numbers that are not finite stay so.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -41,9 +38,6 @@ def row_bytes(wire: Encoding, elements: int) -> int:
     """Return the bytes of codes and scales of one device's part of a leaf, padded to whole blocks."""
     blocks = -(-elements // BLOCK)
     return blocks * (2 * BLOCK if wire == "bf16" else BLOCK + SCALE_BYTES)
-
-
-# The random numbers.
 
 
 def seeds(wire: Encoding | None, key: jax.Array) -> Callable[[Any], jax.Array | None]:
@@ -81,9 +75,6 @@ def _several(seed: jax.Array, count: int) -> jax.Array:
     return jax.random.bits(jax.random.fold_in(jax.random.key(0), seed), (count,), jnp.uint32)
 
 
-# The codes.
-
-
 def encode(wire: Encoding, rows: jax.Array, key: jax.Array) -> jax.Array:
     """Return the codes of float32 rows: [n, m] -> [n, codes]; m is a whole number of blocks."""
     if wire == "bf16":
@@ -114,9 +105,6 @@ def _to_bf16(x: jax.Array, key: jax.Array) -> jax.Array:
     bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
-
-
-# The collectives.
 
 
 def scattered_sum(wire: Encoding, x: jax.Array, dim: int, count: int, key: jax.Array) -> jax.Array:

@@ -1,4 +1,1 @@
-"""The first state, made sharded: for a step (`train_state`), or as trees for your own loop (`trees`).
-
-sharding_report  reports once the parameters that stay replicated
-"""
+"""The first state, made sharded: for a step (`train_state`), or as trees for your own loop (`trees`)."""

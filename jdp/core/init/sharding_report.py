@@ -1,7 +1,5 @@
 """Notices about the placement of parameters, once for each plan."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 
@@ -51,14 +49,17 @@ def _report_indivisible(plan: Plan, state: TrainState, params: Sequence[Placemen
     opt_state = sum(p.bytes_per_device for p in placements if p.reason.partition(";")[0] in mirrors)
     held = opt_state + sum(p.bytes_per_device for p in params)
     share = held / sum(p.bytes_per_device for p in placements)
-    largest_first = sorted(params, key=lambda p: -p.bytes_per_device)
-    names = listed((f"{p.path} {list(p.shape)}" for p in largest_first), 1)
     mesh = dividing_mesh(plan, params) if share > REPORTED_SHARE else None
     notice(
-        f"{names}: no dimension divides by {DATA}={plan.mesh.shape[DATA]}, so every device holds all, "
+        f"{_largest(params)}: no dimension divides by {DATA}={plan.mesh.shape[DATA]}, so every device holds all, "
         f"{format_bytes(held)} with optimizer state, {share:.1%} of its state"
         + (f"; a mesh of {mesh} divides all" if mesh else "")
     )
+
+
+def _largest(params: Sequence[Placement]) -> str:
+    largest_first = sorted(params, key=lambda p: -p.bytes_per_device)
+    return listed((f"{p.path} {list(p.shape)}" for p in largest_first), 1)
 
 
 def dividing_mesh(plan: Plan, params: Sequence[Placement]) -> str | None:
@@ -73,22 +74,16 @@ def dividing_mesh(plan: Plan, params: Sequence[Placement]) -> str | None:
 
 
 def report_products(plan: Plan, state: TrainState, sizes: Collection[int], divided: Collection[str]) -> None:
-    """Report once the sharded parameters whose update computes matrix or inner products.
+    """Report once the sharded parameters whose update computes matrix or inner products, of arrays of these `sizes`.
 
-    Args:
-        plan: the mesh and the strategy.
-        state: real or abstract.
-        sizes: numbers of elements of the arrays in those products.
-        divided: paths of parameters whose matrices are divided among the devices (`jdp.muon`).
+    `divided` are paths of parameters whose matrices are divided among the devices (`jdp.muon`).
     """
     params = jax.tree.leaves(plan.param_placements(state.params, state.static))
     gathered = [p for p in params if p.dim is not None and math.prod(p.shape) in sizes and p.path not in divided]
     if gathered and plan.mesh.shape[DATA] > 1:
-        largest_first = sorted(gathered, key=lambda p: -p.bytes_per_device)
-        names = listed((f"{p.path} {list(p.shape)}" for p in largest_first), 1)
         size = sum(p.bytes_per_device for p in gathered) * plan.mesh.shape[DATA]
         notice(
-            f"the optimizer's update takes matrix or inner products of {names}, {format_bytes(size)} that "
-            f"{plan.strategy} shards: XLA gathers them or sums partial products, in addition to the traffic that "
+            f"the optimizer's update takes matrix or inner products of {_largest(gathered)}, {format_bytes(size)} "
+            f"that {plan.strategy} shards: XLA gathers them or sums partial products, in addition to the traffic that "
             f"{plan.strategy} promises; jdp.verify counts it"
         )

@@ -1,10 +1,7 @@
-"""Make the train state sharded from the start.
+"""Make the train state sharded from the start, by one jitted program: every device computes the shard that it keeps.
 
-1. `jax.eval_shape` traces `init` and `tx.init`, once, and returns the tree of shapes.
-2. The plan gives the sharding of every leaf.
-3. One jitted program with those `out_shardings` computes the values: every device computes the shard it keeps. JAX's
-   partitionable random numbers depend on the key and the element's index alone, so the weights are bitwise the same on
-   any mesh.
+JAX's partitionable random numbers depend on the key and the element's index alone, so the weights are bitwise the same
+on any mesh.
 """
 
 from collections.abc import Mapping
@@ -99,11 +96,8 @@ def abstract_state(
     """
     check_plan(plan, "jdp.abstract_state(init, tx, plan, rng=...)", init, tx)
     _, abstract = _prepare(init, tx, plan, typed_key(rng), wrt)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        plan.shardings(abstract),
-    )
+    described = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
+    return jax.tree.map(described, abstract, plan.shardings(abstract))
 
 
 def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tuple[Any, TrainState]:

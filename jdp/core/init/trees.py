@@ -2,10 +2,7 @@
 
 A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
 arrays) get their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters, as
-an optimizer's state does, and each leaf is sharded like its parameter.
-
-Keys, and the parameters that are trained (`wrt`), are resolved here for train states too. Frozen parameters have no
-gradient and no optimizer state, and may be of any dtype. They are sharded and gathered like the others.
+an optimizer's state does, and each leaf is sharded like its parameter. Keys and `wrt` are resolved here.
 """
 
 from __future__ import annotations
@@ -177,9 +174,8 @@ def check_init(init: Any, *, of: bool = False) -> None:
 
 def _is_model(init: Any) -> bool:
     """Return whether a callable is a model: an equinox module is a tree of arrays, a linen module has `apply`."""
-    if isinstance(init, jax.tree_util.Partial):
-        return False
-    return hasattr(init, "apply") or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init))
+    has_arrays = hasattr(init, "apply") or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init))
+    return has_arrays and not isinstance(init, jax.tree_util.Partial)
 
 
 def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:

@@ -1,6 +1,1 @@
-"""Programs are read here, and nowhere transformed.
-
-jaxprs       one operation: what runs inside it, its source line
-collectives  the collectives that a traced step issues
-flops        multiplications and additions of a traced function
-"""
+"""Programs are read here: operations, collectives and FLOPs of jaxprs."""

@@ -1,13 +1,9 @@
 """The collectives of a step, read from its trace before it is compiled: above all the gathers of ZeRO-3.
 
 The gather boundary (`boundary.Boundary`) names each gather after its parameter, and `TracedLoss` marks the gathers at
-the top of the loss. Without dead code, a trace has one operation for each gather. A weight is gathered once at the top
-of the loss, or in a layer loop once in each pass that needs it. An operation in a scan counts once for each iteration.
-
-The trace has the source lines of the loss' own collectives, which XLA drops when it combines collectives.
+the top of the loss. An operation in a scan counts once for each iteration. The trace has the source lines of the loss'
+own collectives, which XLA drops when it combines collectives.
 """
-
-from __future__ import annotations
 
 import math
 import re
@@ -53,18 +49,11 @@ def reduction_scope(path: str, of_layer: bool) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The gathers of one parameter at one place of a step.
-
-    Attributes:
-        path: of the parameter, such as "layers/mlp/up/kernel".
-        at_top: True if it is gathered at the top of the loss and kept for the backward pass, False if in a layer loop.
-        elements: on a device after each gather, including its own shard, summed over the gathers of a step.
-        payload_bytes: of these elements, in the dtype that is sent.
-    """
+    """The gathers of one parameter at one place of a step."""
 
     path: str
-    at_top: bool
-    elements: int
+    at_top: bool  # gathered at the top of the loss and kept for the backward pass; False: in a layer loop
+    elements: int  # on a device after each gather, including its own shard, summed over the gathers of a step
     payload_bytes: int
 
 

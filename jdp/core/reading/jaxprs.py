@@ -1,7 +1,5 @@
 """Read and run jaxprs: the operations, their source lines, and their evaluation on other operands."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

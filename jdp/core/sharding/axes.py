@@ -71,7 +71,6 @@ class BatchUnit:
 
     @property
     def rows(self) -> int:
-        """The product of the factors."""
         return math.prod(self.factors.values())
 
     def round_up(self, rows: int) -> int:

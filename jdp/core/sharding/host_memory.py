@@ -1,14 +1,8 @@
 """Host memory: the leaves of a state in their host's pinned memory, and the functions that move them.
 
-`Plan(..., offload="optimizer")` chooses the leaves (`Placement.memory`); their shardings have the memory kind
-`pinned_host`. `jax.device_put` to a memory space moves an array. Inside a jitted function XLA makes this a copy that
-runs beside kernels.
-
-Described devices (`jdp plan --target`) list no memories, and JAX drops the memory kind of their shardings.
-`mark_host_leaves` writes it into the lowered program.
+`Plan(..., offload="optimizer")` chooses the leaves (`Placement.memory`). Described devices list no memories, and JAX
+drops the memory kind of their shardings: `mark_host_leaves` writes it into the lowered program.
 """
-
-from __future__ import annotations
 
 from typing import Any
 

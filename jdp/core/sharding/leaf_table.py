@@ -38,7 +38,6 @@ class Leaf:
 
 
 def leaves_of(tree: PyTree) -> list[Leaf]:
-    """Return the leaves of a tree."""
     return [_leaf(path_of(path), value) for path, value in jax.tree.leaves_with_path(tree)]
 
 
@@ -117,14 +116,6 @@ class Placements(list[Placement]):
     def leaves(self) -> list[Leaf]:
         """The rows of its table."""
         return [
-            Leaf(
-                place.path,
-                place.array,
-                str(place.rest) + (" in host memory" if place.on_host else ""),
-                math.prod(place.shape),
-                place.bytes_per_device,
-                place.reason,
-                on_host=place.on_host,
-            )
-            for place in self
+            Leaf(p.path, p.array, words, math.prod(p.shape), p.bytes_per_device, p.reason, on_host=p.on_host)
+            for p, words in ((p, f"{p.rest}" + " in host memory" * p.on_host) for p in self)
         ]

@@ -1,20 +1,13 @@
 """Device meshes with named axes: the number of devices, and the place of each device in the mesh.
 
-`axis_sizes` checks:
-
-    devices = replica × data × the model's own axes                     512 = replica 8 × data 8 × model 8
-    rows of a global batch = replica × data × accumulate × rows a device computes at once
-
 - `data`: the batch is split over it, and ZeRO shards parameters, gradients and optimizer state over it.
-- `replica`: the batch is split over it too, but the state is not: every replica holds all of it, sharded over its own
-  `data` (HSDP). Only shards of gradients cross it, once a step, so it is the axis for the slow links between hosts.
-- Any other axis is the model's own, and the batch is not split over it: `model` for tensor parallelism, `expert`,
-  `pipe`. The plan's rules, or the model's own metadata, determine which parameters are sharded over it; XLA moves the
-  activations. Pipeline stages are a dimension of the parameters that a rule shards over `pipe`; the model itself passes
-  activations from stage to stage. TP × PP × DP × replicas is model × pipe × data × replica: 512 = 8 × 2 × 8 × 4.
+- `replica`: the batch is split over it too, and every replica holds the whole state, sharded over its `data` (HSDP).
+  Only shards of gradients cross it, once a step, so it is the axis for the slow links between hosts.
+- Any other axis is the model's own: `model` for tensor parallelism, `expert`, `pipe`. The plan's rules, or the model's
+  own metadata, determine which parameters are sharded over it.
 
-Devices are taken host by host, and the last axis varies fastest. So write the model's axes last: neighbouring devices
-differ along them, and they stay on a host's fast links if they fit. `replica` always varies slowest.
+Devices are taken host by host, and the last axis varies fastest. So write the model's axes last: they stay on a host's
+fast links if they fit. `replica` always varies slowest.
 """
 
 import contextlib
@@ -68,9 +61,7 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     if devices is None:
         choose_platform()
         check_device_counts()
-    elif not isinstance(cast("object", devices), Collection) or not all(
-        hasattr(device, "platform") for device in devices
-    ):
+    elif not (isinstance(cast("object", devices), Collection) and all(hasattr(one, "platform") for one in devices)):
         raise UserError(f"`devices` is a list of JAX devices; given {cut(repr(devices))}. Leave it out for all.")
     else:
         provide_threads()

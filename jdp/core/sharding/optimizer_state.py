@@ -1,18 +1,12 @@
 """Find the parameter of a leaf of the optimizer state, and derive the leaf's specs from the parameter's specs.
 
 An optimizer maps over the parameters, so its state holds trees of the parameters' structure, in any wrapper (`chain`,
-`masked`, `multi_transform`, ...). A leaf in such a tree has the parameter's path inside its own path. Then the shapes
-decide.
-- Equal: it mirrors the parameter (moments, averages, accumulated gradients).
-- Dimensions missing or of size 1 (factored moments of adafactor and sm3), or additional ones in front (lbfgs' history):
-  the spec's entries for the common dimensions.
-- Otherwise (a second-order block [k, k]): the leaf is placed by its own shape, as its reason says.
+`masked`, ...). A leaf of such a tree has the parameter's path inside its own, and mirrors the parameter if the shapes
+are equal. If dimensions are missing or of size 1 (factored moments), or more are in front (lbfgs' history), it has the
+spec's entries for the common dimensions. Any other leaf is placed by its own shape.
 
-`optax.tree_map_params` finds the same trees by running the optimizer's `init` on a placeholder. It fails on an `init`
-that reads shapes or names a parameter, and does not give the parameter of a leaf.
+`optax.tree_map_params` fails on an `init` that reads shapes or names a parameter, and does not give a leaf's parameter.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping
@@ -38,7 +32,6 @@ class LeafSpecs:
 
 
 def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> LeafSpecs:
-    """Return the specs of one leaf of the optimizer state."""
     if not shape:
         return LeafSpecs(REPLICATED, REPLICATED, "replicated: a scalar", final=True)
     parameter = owner_of(path, shape, params)

@@ -118,17 +118,12 @@ def bytes_per_device(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, pieces
 
 
 def rest_spec(
-    shape: tuple[int, ...],
-    compute: PartitionSpec,
-    mesh_shape: dict[str, int],
-    min_shard_size: int,
+    shape: tuple[int, ...], compute: PartitionSpec, mesh_shape: dict[str, int], min_shard_size: int
 ) -> tuple[PartitionSpec, str]:
-    """Add `data` to one dimension of the compute spec.
+    """Add `data` to one dimension of the compute spec: the largest that divides by the size of `data`.
 
-    This is the largest dimension that divides by the size of `data`. Dimensions that no axis of the model's shards come
-    first. Among equals the first is chosen, because a gather along the major dimension needs no transpose. The leading
-    dimension of an array of rank 3 or more comes last. It may be the layers of a scan: each layer would be on few
-    devices instead of all.
+    Dimensions that no axis of the model's shards come first, then the first of equals: a gather along the major
+    dimension needs no transpose. The leading dimension of an array of rank 3 or more, perhaps layers, comes last.
     """
     count = mesh_shape[DATA]
     if count == 1:

@@ -54,7 +54,6 @@ _CALLED = {
 
 
 def strategy(name: str) -> Strategy:
-    """Return the row of the strategy with this name."""
     rows: Mapping[str, Strategy] = STRATEGIES  # pyright: ignore[reportAssignmentType]
     if str(name) in rows:
         return rows[name]

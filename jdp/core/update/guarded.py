@@ -1,13 +1,9 @@
 """The end of a step: clip the gradient, update the optimizer, and keep the old state if a value is not finite.
 
 A gradient can be finite and its update not: a learning rate is NaN, or a weight overflows. So the new parameters and
-the new optimizer state are checked too. XLA computes them twice, for the check and where they are written; the devices
-exchange two numbers for each parameter, in one collective.
-
-With `Plan.offload` the optimizer's state is fetched from host memory as a whole before the update, and put back after.
+the new optimizer state are checked too; the devices exchange two numbers for each parameter, in one collective. With
+`Plan.offload` the optimizer's state is fetched from host memory as a whole before the update, and put back after.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from functools import reduce
@@ -34,13 +30,11 @@ def fetched(plan: Plan, state: TrainState, grads: PyTree) -> tuple[TrainState, P
     """
     if plan.offload is None:
         return state, grads
-    leaves, tree = jax.tree.flatten(state.opt_state)
-    on_host = [placement.on_host for placement in jax.tree.leaves(plan.state_placements(state).opt_state)]
-    hosts = [to_host(x) for x, is_there in zip(leaves, on_host, strict=True) if is_there]
+    on_host = tuple(placement.on_host for placement in jax.tree.leaves(plan.state_placements(state).opt_state))
+    hosts = jax.tree.map(to_host, trained_part(state.opt_state, on_host))
     hosts, grads = jax.lax.optimization_barrier((hosts, grads))
-    moved = map(to_device, hosts)
-    opt_state = [next(moved) if is_there else x for x, is_there in zip(leaves, on_host, strict=True)]
-    return replace(state, opt_state=tree.unflatten(opt_state)), grads
+    opt_state = with_trained(state.opt_state, jax.tree.map(to_device, hosts), on_host)
+    return replace(state, opt_state=opt_state), grads
 
 
 def at_rest(plan: Plan, state: TrainState) -> TrainState:

@@ -1,11 +1,9 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) with the matrices divided among the devices.
 
-The momentum is sharded like its parameter. An update has four steps:
-1. All matrices of one shape, over layers and leaves, form one stack [n, a, b]. Tall matrices are transposed, and zeros
-   pad n to a multiple of the devices along `data`.
-2. The stack is sharded on n: XLA sends each device the matrices that it computes (an all-to-all; under ddp nothing).
-3. Each device orthogonalizes its n / N matrices, as `optax.contrib.scale_by_muon` does.
-4. The results are sharded like the parameters (an all-to-all; under ddp an all-gather).
+All matrices of one shape, over layers and leaves, form one stack [n, a, b], padded to a multiple of the N devices along
+`data`, with tall matrices transposed. The stack is sharded on n (an all-to-all; under ddp nothing is sent), and each
+device orthogonalizes its n / N matrices as `optax.contrib.scale_by_muon` does. The results, like the momentum, are
+sharded like the parameters (an all-to-all; under ddp an all-gather).
 
 In addition to its strategy's row a step sends 2·r·Ψ/N, or r·Ψ under ddp, for padded stacks of Ψ elements of r bytes.
 Liu et al. 2025, arXiv:2502.16982, gather the momentum instead, and every device computes all of it.

@@ -3,8 +3,6 @@
 Both are checked on shapes when the state is made, so a mistake is found before a compilation.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import traceback
@@ -29,37 +27,27 @@ GIVEN = "value"
 
 
 def is_optimizer(tx: Any) -> bool:
-    """Return whether `tx` has what a step needs of an optax optimizer."""
     return not isinstance(tx, type) and all(callable(getattr(tx, name, None)) for name in ("init", "update"))
 
 
 def check_optimizer(tx: Any) -> None:
-    """Check that `tx` is an optax optimizer."""
     if not is_optimizer(tx):
         fix = " Call it first, with its settings." if callable(tx) else ""
         fix = " Pass its optax transformation." if hasattr(tx, "opt_state") else fix
         raise UserError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); given {described(tx)}.{fix}")
 
 
-def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
-    """Call `tx.update`, with the loss as `value` if it accepts that.
-
-    `optax.lookahead` keeps two copies of the parameters and needs the gradient of the fast copy.
-    """
-    if isinstance(params, optax.LookaheadParams):
+def apply(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+    """Return parameters and optimizer state after an update, which gets the loss as `value` if it accepts that."""
+    if isinstance(params, optax.LookaheadParams):  # two copies; the gradient is that of the fast one
         grads = grads.fast
     tx = optax.with_extra_args_support(tx)
     try:
-        return tx.update(grads, opt_state, params, value=loss)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
     except TypeError as error:  # an optimizer with other extra arguments (optax.contrib.sam)
         if f"unexpected keyword argument {GIVEN!r}" not in str(error):
             raise
-        return tx.update(grads, opt_state, params)
-
-
-def apply(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
-    """Return parameters and optimizer state after an update."""
-    updates, opt_state = update(tx, grads, opt_state, params, loss)
+        updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
 

@@ -1,25 +1,14 @@
 """`jdp.foresee` and `jdp.verify` for any jitted step: compile it for a target, and report on the program.
 
-1. Trace the function and move its program onto the target's mesh (`traced.py`, `relocate.py`).
-2. Compile it, or read the result from the cache.
-3. Read memory, traffic and schedule from the program, as for a jdp step.
-4. Compare the traffic with a number of bytes, or with a strategy's row (`traffic/theory.py`).
-
-The row is for one microbatch, with B bytes of parameters and N devices that share the batch. All is in the parameters'
-dtype:
-
-    ddp           all-reduce B                        2(N-1)/N · B on the wire
-    zero1, zero2  reduce-scatter B, all-gather B      2(N-1)/N · B
-    zero3         reduce-scatter B, all-gather 2·B    3(N-1)/N · B at most
+Its traffic is compared with a number of bytes, or with a strategy's row (`traffic/theory.py`) for one microbatch and B
+bytes of parameters, in their own dtype. On N devices that share the batch, ddp, zero1 and zero2 send 2(N-1)/N · B
+bytes, and zero3 at most 3(N-1)/N · B.
 """
-
-from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -80,14 +69,12 @@ def forecast(
             break
         breaches.append(str(each))
         excess -= each.wire_bytes
-    kinds = {id(each): "parameters" for each in parameters or ()}
-    held = memory_by_argument(
-        compiled,
-        [
-            (each.path, kinds.get(id(each), "batch" if each.number in moved.batch else "other"), each.donated)
-            for each in moved.traced.arguments
-        ],
-    )
+    kinds = {id(argument): "parameters" for argument in parameters or ()}
+    leaves = list[tuple[str, str, bool]]()
+    for argument in moved.traced.arguments:
+        kind = kinds.get(id(argument), "batch" if argument.number in moved.batch else "other")
+        leaves.append((argument.path, kind, argument.donated))
+    held = memory_by_argument(compiled, leaves)
     placing = "no result has its shape, dtype and sharding. Return such a result (out_shardings), or do not donate it."
     signs = (*activations(sent, moved.batch_axes), *symptoms(reading, placing), *_not_donated(compiled, moved))
     notes = [*moved.notes, *caveats_on([(each.kind, each.caveats) for each in sent])]
@@ -114,7 +101,7 @@ def _reading(compiled: Compiled, moved: Relocated, parameters: Iterable[Argument
     """Read a step; its tensors match arguments, at rest or gathered along the batch's axes."""
 
     def placement(argument: Argument) -> Placement:
-        rest = PartitionSpec() if argument.sharding is None else argument.sharding.spec
+        rest = argument.spec
         compute = PartitionSpec(*(tuple(a for a in axes_of(e) if a not in moved.batch_axes) or None for e in rest))
         return Placement(argument.path, argument.shape, str(argument.dtype), rest, compute, 0, "given")
 
@@ -127,7 +114,6 @@ def _reading(compiled: Compiled, moved: Relocated, parameters: Iterable[Argument
 
 
 def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
-    """Yield arguments that could be donated: a result has the same shape."""
     if any(each.donated for each in moved.traced.arguments):
         return
     results = Counter((v.aval.shape, v.aval.dtype) for v in moved.traced.closed.jaxpr.outvars)
@@ -145,11 +131,7 @@ def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
         )
 
 
-# The bound.
-
-
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """The bytes that a device may send."""
 
     wire_bytes: float  # a step
@@ -158,7 +140,6 @@ class Bound:
 
 
 def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Relocated) -> Bound:
-    """Return the bytes that a device may send."""
     if not isinstance(against, str):
         if isinstance(against, bool) or not math.isfinite(against) or against < 0:
             raise UserError(
@@ -175,13 +156,10 @@ def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Re
     devices = math.prod(mesh.shape[axis] for axis in moved.batch_axes)
     size = 0
     for each in parameters:  # an array's shard of the model's own axes, gathered along the batch's
-        entries = each.sharding.spec if each.sharding is not None else ()
-        own = {axis for entry in entries for axis in axes_of(entry)} - {*moved.batch_axes}
-        size += bytes_per_device(each.shape, each.dtype, math.prod(mesh.shape[axis] for axis in own))
-    kinds = (
-        ["reduce-scatter", *["all-gather"] * (2 if row.gather == "use" else 1)] if row.shard_state else ["all-reduce"]
-    )
-    wire = sum(ring_bytes(kind, size, devices) for kind in kinds)
+        of_model = {axis for entry in each.spec for axis in axes_of(entry)} - {*moved.batch_axes}
+        size += bytes_per_device(each.shape, each.dtype, math.prod(mesh.shape[axis] for axis in of_model))
+    transfers = 3 if row.gather == "use" else 2  # an all-reduce is a reduce-scatter and an all-gather
+    wire = transfers * ring_bytes("all-gather", size, devices)
     return Bound(wire, f"of {row.name} for {format_bytes(size)} of parameters", over_batch=True)
 
 

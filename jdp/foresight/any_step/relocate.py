@@ -1,14 +1,10 @@
 """A jitted function's program on other devices: the same axes with other sizes, and every mesh in it exchanged.
 
-1. The target's mesh has the axes of the arguments' mesh. One axis takes the remaining devices: `data`, else the largest
-   axis of the batch (`moved_sizes`).
-2. If the new mesh cannot split a batch's rows, they are rounded up and the function is traced again (`_rows`).
-3. The function still closes over the old mesh: in `NamedSharding`s of constraints and of the jit, and in `shard_map`s.
-   The jaxpr gets the new mesh in their place (`Exchange`), and in the types of its variables. A `shard_map`'s body has
-   one device's shapes, so its sizes must stay, unless it takes the context's mesh or belongs to `jdp.value_and_grad`.
+The function closes over its mesh, in `NamedSharding`s of constraints and of the jit, and in `shard_map`s. The jaxpr
+gets the target's mesh in their place (`Exchange`), and in the types of its variables. A `shard_map`'s body has one
+device's shapes, so its sizes must stay, unless it takes the context's mesh or belongs to `jdp.value_and_grad`. If the
+new mesh cannot split a batch's rows, they are rounded up and the function is traced again.
 """
-
-from __future__ import annotations
 
 import math
 from collections import defaultdict
@@ -20,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jdp.base.disk_cache import Cache
 from jdp.base.errors import UserError
@@ -61,35 +57,27 @@ def move(
     arguments = Arguments.of(function, inputs)
     devices = target_of(target, [each.abstract() for each in arguments.arrays])
     with answered_for(devices.devices[0], cudnn_of(devices)):
-        return _move(function, arguments, target, sizes)
-
-
-def _move(
-    function: Callable[..., Any], arguments: Arguments, target: Target | None, sizes: Mapping[str, int] | None
-) -> Relocated:
-    traced = trace(function, arguments)
-    old = mesh_in(traced.arguments, traced.out_shardings)
-    batch, batch_axes = _batch(traced)
-    if target is None:
-        if isinstance(old, AbstractMesh):
-            raise UserError(
-                "Without a target a step is compiled for its arguments' devices; given an abstract mesh, which has no "
-                "devices. Name a target, such as h100:1x8."
-            )
-        return Relocated(traced, old, batch_axes or old.axis_names[:1], batch)
-    new_sizes = moved_sizes(dict(old.shape), batch_axes, target, sizes)
-    mesh = Mesh(np.array(target.devices).reshape(tuple(new_sizes.values())), old.axis_names, axis_types=old.axis_types)
-    rows, notes = _rows(traced, batch, old, mesh)
-    if new_sizes != dict(old.shape):
-        became = f"{factors(old.shape)} became {factors(new_sizes)}"
-        notes = (f"the arguments' mesh {became}; mesh={{axis: size}} changes the sizes", *notes)
-    on_target, in_context = _trace_for(function, arguments.resized(rows), traced if not rows else None, old, mesh)
-    for each in on_target.arguments:
-        _check_divides(each, mesh)
-    return Relocated(on_target, mesh, batch_axes or (_moving(dict(old.shape), ()),), batch, notes, in_context)
-
-
-# Sizes.
+        traced = trace(function, arguments)
+        old = mesh_in(traced.arguments, traced.out_shardings)
+        batch, batch_axes = _batch(traced)
+        if target is None:
+            if isinstance(old, AbstractMesh):
+                raise UserError(
+                    "Without a target a step is compiled for its arguments' devices; given an abstract mesh, which has "
+                    "no devices. Name a target, such as h100:1x8."
+                )
+            return Relocated(traced, old, batch_axes or old.axis_names[:1], batch)
+        new_sizes = moved_sizes(dict(old.shape), batch_axes, target, sizes)
+        placed = np.array(target.devices).reshape([*new_sizes.values()])
+        mesh = Mesh(placed, old.axis_names, axis_types=old.axis_types)
+        rows, notes = _rows(traced, batch, old, mesh)
+        if new_sizes != dict(old.shape):
+            became = f"{factors(old.shape)} became {factors(new_sizes)}"
+            notes = (f"the arguments' mesh {became}; mesh={{axis: size}} changes the sizes", *notes)
+        on_target, in_context = _trace_for(function, arguments.resized(rows), traced if not rows else None, old, mesh)
+        for each in on_target.arguments:
+            _check_divides(each, mesh)
+        return Relocated(on_target, mesh, batch_axes or (_moving(dict(old.shape), ()),), batch, notes, in_context)
 
 
 def _moving(sizes: Mapping[str, int], batch_axes: Sequence[str]) -> str:
@@ -101,16 +89,14 @@ def _moving(sizes: Mapping[str, int], batch_axes: Sequence[str]) -> str:
 def moved_sizes(
     sizes: Mapping[str, int], batch_axes: Sequence[str], target: Target, wanted: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return the sizes of the same axes on a target."""
-    if unknown := [axis for axis in wanted or {} if axis not in sizes]:
+    wanted = wanted or {_moving(sizes, batch_axes): -1}
+    if unknown := [axis for axis in wanted if axis not in sizes]:
         raise UserError(
             f"mesh sets the sizes of the arguments' mesh axes, {', '.join(sizes)}; given {unknown[0]!r}. "
             "Name one of these axes."
         )
-    free = [axis for axis, size in (wanted or {}).items() if size == -1]
-    chosen = {**sizes, **(wanted or {})}
-    if not wanted:
-        free = [_moving(sizes, batch_axes)]
+    free = [axis for axis, size in wanted.items() if size == -1]
+    chosen = {**sizes, **wanted}
     count, taken = len(target.devices), math.prod(size for axis, size in chosen.items() if axis not in free)
     if len(free) == 1 and taken > 0 and count % taken == 0:
         chosen[free[0]] = count // taken
@@ -124,31 +110,21 @@ def moved_sizes(
 
 
 def _batch(traced: Traced) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return (the numbers of the arguments that are a batch, the axes that shard its rows).
-
-    All sharded arrays of a batch are sharded by rows and have the same number of rows. Unlike weights, not all of them
-    come back as a result of the same shape.
-    """
-    avals: list[Any] = [variable.aval for variable in traced.closed.jaxpr.outvars]
-    results = {(aval.shape, aval.dtype) for aval in avals}
+    """Return the numbers of the arguments that are a batch (not all of it comes back), and the axes of its rows."""
+    results = {(variable.aval.shape, variable.aval.dtype) for variable in traced.closed.jaxpr.outvars}
     groups: defaultdict[int, list[Argument]] = defaultdict(list)
     for each in traced.arguments:
         if each.sharding is not None and any(map(axes_of, each.sharding.spec)):
             groups[each.number].append(each)
     batch, axes = set[int](), dict[str, None]()
     for number, arrays in groups.items():
-        entries = {(each.shape[0], axes_of(spec_entry(_spec(each), 0))) for each in arrays}
-        kept = all((each.shape, each.dtype) in results for each in arrays)
-        if number >= 0 and len(entries) == 1 and not kept:
-            (_, along), *_ = entries
-            if along:
-                batch.add(number)
-                axes |= dict.fromkeys(along)
+        entries = {(each.shape[0], axes_of(spec_entry(each.spec, 0))) for each in arrays}
+        come_back = all((each.shape, each.dtype) in results for each in arrays)
+        (_, along), *others = entries
+        if number >= 0 and along and not others and not come_back:
+            batch.add(number)
+            axes |= dict.fromkeys(along)
     return frozenset(batch), tuple(axes)
-
-
-def _spec(argument: Argument) -> PartitionSpec:
-    return PartitionSpec() if argument.sharding is None else argument.sharding.spec
 
 
 def _rows(
@@ -157,22 +133,20 @@ def _rows(
     """Return (slot -> new number of rows, notes) for the batch's arrays that `mesh` cannot split."""
     rows, notes = dict[int, int](), list[str]()
     for each in traced.arguments:
-        along = axes_of(spec_entry(_spec(each), 0))
+        along = axes_of(spec_entry(each.spec, 0))
         if each.number not in batch or not along:
             continue
         count = math.prod(mesh.shape[axis] for axis in along)
         if each.shape[0] % count:
             unit = math.lcm(count, math.prod(old.shape[axis] for axis in along))
             rows[each.slot] = -(-each.shape[0] // unit) * unit
-            axes = factors({axis: mesh.shape[axis] for axis in along})
-            notes.append(
-                f"a batch's rows must divide by {axes}; given {each.shape[0]}: rounded up to {rows[each.slot]}"
-            )
+            rule = f"a batch's rows must divide by {factors({axis: mesh.shape[axis] for axis in along})}"
+            notes.append(f"{rule}; given {each.shape[0]}: rounded up to {rows[each.slot]}")
     return rows, tuple(dict.fromkeys(notes))
 
 
 def _check_divides(argument: Argument, mesh: Mesh) -> None:
-    for dim, entry in enumerate(_spec(argument)):
+    for dim, entry in enumerate(argument.spec):
         count = math.prod(mesh.shape[axis] for axis in axes_of(entry))
         if argument.shape[dim] % count:
             raise UserError(
@@ -182,35 +156,29 @@ def _check_divides(argument: Argument, mesh: Mesh) -> None:
             )
 
 
-# Meshes in the program.
-
-
 def _trace_for(
     function: Callable[..., Any], arguments: Arguments, traced: Traced | None, old: Mesh | AbstractMesh, mesh: Mesh
 ) -> tuple[Traced, bool]:
     """Return (the program on `mesh`, whether it was traced with `mesh` as the context's).
 
-    It is traced under the caller's mesh and then moved, or traced under `mesh` itself.
-
-    If the caller has set a mesh (`jax.set_mesh`), `mesh` takes its place first: code that reads the context's mesh then
-    sees the target's sizes. Else the context is set only if nothing else works, because libraries read it and would
-    make another program.
+    It is traced under the caller's mesh and then moved, or traced under `mesh` itself. If the caller has set a mesh
+    (`jax.set_mesh`), `mesh` takes its place first: code that reads the context's mesh then sees the target's sizes.
+    Else the context is set only if nothing else works, because libraries read it and would make another program.
     """
     in_context = not jax.sharding.get_abstract_mesh().empty
     exchange = Exchange(old, mesh)
     located = replace(arguments, arrays=tuple(exchange.argument(each) for each in arguments.arrays))
 
-    def as_called() -> tuple[Traced, bool]:
-        return exchange.program(traced or trace(function, arguments)), False
-
-    def in_target() -> tuple[Traced, bool]:
+    def program(in_target: bool) -> Traced:
+        if not in_target:
+            return exchange.program(traced or trace(function, arguments))
         with following(mesh):
-            return exchange.program(trace(function, located)), True
+            return exchange.program(trace(function, located))
 
     reasons = list[ValueError]()
-    for attempt in (in_target, as_called) if in_context else (as_called, in_target):
+    for in_target in (in_context, not in_context):
         try:
-            return attempt()
+            return program(in_target), in_target
         except ValueError as error:
             if not isinstance(error, OtherSize) and not any(sign in str(error) for sign in MISMATCHES):
                 raise
@@ -227,9 +195,7 @@ class Exchange:
 
     def __init__(self, old: Mesh | AbstractMesh, new: Mesh) -> None:
         self.old, self.new = old, new
-        self._jaxprs: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
-        self._variables: dict[int, tuple[Any, Any]] = {}
-        self._contexts: dict[int, tuple[Any, Any]] = {}
+        self._exchanged: dict[int, tuple[Any, Any]] = {}  # id of an object -> it, and its counterpart on `new`
 
     def program(self, traced: Traced) -> Traced:
         """Return a program with its arguments, results and equations on the new mesh. Raises ValueError."""
@@ -241,7 +207,6 @@ class Exchange:
         )
 
     def argument(self, argument: Argument) -> Argument:
-        """Return an argument on the new mesh, also from an abstract mesh."""
         return replace(argument, sharding=self._concrete(argument.sharding))
 
     def _concrete(self, sharding: NamedSharding | None) -> NamedSharding | None:
@@ -257,38 +222,40 @@ class Exchange:
         if isinstance(value, Mesh | AbstractMesh):
             return self._mesh(value)
         if isinstance(value, core.ClosedJaxpr):
-            return core.ClosedJaxpr(self._jaxpr(value.jaxpr), value.consts)
+            return core.ClosedJaxpr(self(value.jaxpr), value.consts)
         if isinstance(value, core.Jaxpr):
-            return self._jaxpr(value)
+            return self._once(value, self._jaxpr)
         if type(value) in (tuple, list):
             return type(value)(map(self, value))
         return value
 
+    def _once(self, old: Any, exchange: Callable[[Any], Any]) -> Any:
+        """Return the same object for the same `old`: jax compares variables by identity, and lowers a jaxpr once."""
+        if id(old) not in self._exchanged:
+            self._exchanged[id(old)] = (old, exchange(old))
+        return self._exchanged[id(old)][1]
+
     def _jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
-        """Replace the mesh in each equation; a shared jaxpr stays shared, so jax lowers it once."""
-        if id(jaxpr) not in self._jaxprs:
-            exchanged = jaxpr.replace(
-                constvars=[*map(self._variable, jaxpr.constvars)],
-                invars=[*map(self._variable, jaxpr.invars)],
-                outvars=[*map(self._variable, jaxpr.outvars)],
-                eqns=[self._equation(equation) for equation in jaxpr.eqns],
-                debug_info=jaxpr.debug_info,
-            )
-            self._jaxprs[id(jaxpr)] = (jaxpr, exchanged)
-        return self._jaxprs[id(jaxpr)][1]
+        return jaxpr.replace(
+            constvars=self._variables(jaxpr.constvars),
+            invars=self._variables(jaxpr.invars),
+            outvars=self._variables(jaxpr.outvars),
+            eqns=[self._equation(equation) for equation in jaxpr.eqns],
+            debug_info=jaxpr.debug_info,
+        )
+
+    def _variables(self, variables: Sequence[Any]) -> list[Any]:
+        return [self._once(variable, self._variable) for variable in variables]
 
     def _variable(self, variable: Any) -> Any:
-        """Return the variable or literal whose type names the new mesh in place of the old; always the same object."""
         sharding = getattr(variable.aval, "sharding", None)
         if sharding is None or sharding.mesh.empty:
             return variable
-        if id(variable) not in self._variables:
-            new = copy(variable)
-            new.aval = variable.aval.update(sharding=self(sharding))
-            if isinstance(variable, core.Literal) and isinstance(variable.val, np.ndarray):
-                new.val = copy(variable.val)  # without the type that jax has kept in it
-            self._variables[id(variable)] = (variable, new)
-        return self._variables[id(variable)][1]
+        new = copy(variable)
+        new.aval = variable.aval.update(sharding=self(sharding))
+        if isinstance(variable, core.Literal) and isinstance(variable.val, np.ndarray):
+            new.val = copy(variable.val)  # without the type that jax has kept in it
+        return new
 
     def _equation(self, equation: Any) -> Any:
         if equation.primitive.name == "shard_map" and (given := equation.params["mesh"]).shape != self.new.shape:
@@ -298,26 +265,22 @@ class Exchange:
                 "Leave out mesh= and call under jax.set_mesh(mesh); or make the mesh from as many virtual "
                 f"devices: JAX_NUM_CPU_DEVICES={self.new.size}."
             )
-        parameters = {name: self(value) for name, value in equation.params.items()}
         return equation.replace(
-            invars=[*map(self._variable, equation.invars)],
-            outvars=[*map(self._variable, equation.outvars)],
-            params=parameters,
-            ctx=self._context(equation.ctx),
+            invars=self._variables(equation.invars),
+            outvars=self._variables(equation.outvars),
+            params={name: self(value) for name, value in equation.params.items()},
+            ctx=self._once(equation.ctx, self._context),
         )
 
     def _context(self, context: Any) -> Any:
-        """Return the context in which jax lowers an equation, with the new mesh in place of the old."""
         if context.cur_abstract_mesh.empty:
             return context
-        if id(context) not in self._contexts:
-            new = object.__new__(type(context))  # immutable, and jax's own constructor takes what is set right now
-            for name in (name for name in type(context).__slots__ if hasattr(context, name)):
-                if not name.startswith("__"):
-                    object.__setattr__(new, name, getattr(context, name))
-            object.__setattr__(new, "cur_abstract_mesh", self._mesh(context.cur_abstract_mesh))
-            self._contexts[id(context)] = (context, new)
-        return self._contexts[id(context)][1]
+        new = object.__new__(type(context))  # immutable, and jax's own constructor takes what is set right now
+        for name in type(context).__slots__:
+            if hasattr(context, name) and not name.startswith("__"):
+                object.__setattr__(new, name, getattr(context, name))
+        object.__setattr__(new, "cur_abstract_mesh", self._mesh(context.cur_abstract_mesh))
+        return new
 
     def _mesh(self, mesh: Any) -> Any:
         if mesh.empty or (isinstance(mesh, Mesh) and tuple(mesh.devices.flat) == tuple(self.new.devices.flat)):
@@ -335,7 +298,6 @@ class Exchange:
 
 
 def _line(equation: Any) -> str:
-    """Return " at file:line" in the user's code; empty if jax has not recorded it."""
     traceback = equation.source_info.traceback
     frames = [] if traceback is None else [f"{each.file_name}:{each.line_num}" for each in traceback.frames]
     line = users_line(frames)

@@ -1,10 +1,7 @@
-"""Any jitted function as a program: its jaxpr, its arguments and their mesh.
+"""Any jitted function as a program: its jaxpr, its arguments with their paths, and their one mesh.
 
-1. `Arguments.of` lists the arrays in a call's arguments, with their paths; NNX modules are opened.
-2. `trace` calls the function on abstract values inside `jax.make_jaxpr`. Any wrapper (`jax.jit`, `nnx.jit`,
-   `eqx.filter_jit`) leaves one `jit` equation. XLA would compile its jaxpr, with the function's shardings, donations
-   and compiler options.
-3. `mesh_in` finds the one mesh of the arguments and the function.
+`trace` calls the function on abstract values inside `jax.make_jaxpr`. Any wrapper (`jax.jit`, `nnx.jit`,
+`eqx.filter_jit`) leaves one `jit` equation, with the jaxpr, shardings, donations and compiler options for XLA.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import jax
 from jax._src.interpreters.partial_eval import custom_staging_rules  # nothing public traces a jit with its options
 from jax.extend import core
 from jax.extend.core.primitives import jit_p
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdp.base.errors import UserError
 from jdp.base.tree_paths import path_of
@@ -40,6 +37,11 @@ class Argument:
     slot: int = -1  # number among the call's arrays, or -1
     weak_type: bool = False  # weakly typed, like Python's numbers
     donated: bool = False  # the step may write results into its memory
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The axes that shard each dimension; empty if the call does not say."""
+        return PartitionSpec() if self.sharding is None else self.sharding.spec
 
     def abstract(self, *, located: bool = True) -> jax.ShapeDtypeStruct:
         """Return its shape, dtype and, if `located`, its sharding."""
@@ -86,7 +88,6 @@ class Arguments:
 
 
 def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
-    """Return a name for each positional argument: the function's own, else its number."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -119,7 +120,6 @@ class Traced:
     options: Mapping[str, Any]  # the function's compiler options
 
     def lower(self) -> jax.stages.Lowered:
-        """Lower the program for its mesh, and keep unused arguments."""
         function: Any = core.jaxpr_as_fun(self.closed)
         donated = tuple(number for number, each in enumerate(self.arguments) if each.donated)
         jitted = jax.jit(
@@ -133,8 +133,6 @@ class Traced:
 
 
 def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
-    """Trace a jitted function."""
-
     def arrays_of(*arrays: Any) -> list[Any]:  # jax.make_jaxpr takes only arrays as results
         return [leaf for leaf in jax.tree.leaves(function(*arguments.rebuild(arrays))) if isinstance(leaf, jax.Array)]
 
@@ -144,12 +142,11 @@ def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
     with _options_taken() as options:
         closed = outer(*(each.abstract(located=explicit) for each in arguments.arrays))
     equations = closed.jaxpr.eqns
-    jitted = [equation for equation in equations if equation.primitive.name in ("jit", "pjit")]
-    if len(equations) != 1 or len(jitted) != 1:
+    if len(equations) != 1 or equations[0].primitive.name not in ("jit", "pjit"):
         name = getattr(function, "__name__", None) or type(function).__name__
-        given = f"{name}, which runs {len(equations)} operations one by one"
-        raise UserError(f"A step is one jitted function; given {given}. Wrap it: jax.jit(step), or nnx.jit(step).")
-    parameters = jitted[0].params
+        several = f"{name}, which runs {len(equations)} operations one by one"
+        raise UserError(f"A step is one jitted function; given {several}. Wrap it: jax.jit(step), or nnx.jit(step).")
+    parameters = equations[0].params
     place = {variable: number for number, variable in enumerate(closed.jaxpr.invars)}
 
     def argument(variable: Any, sharding: Any, donated: bool) -> Argument:
@@ -160,15 +157,9 @@ def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
         aval: Any = variable.aval
         return Argument("(a number)", aval.shape, aval.dtype, named, weak_type=getattr(aval, "weak_type", False))
 
-    inputs = zip(jitted[0].invars, parameters["in_shardings"], parameters["donated_invars"], strict=True)
+    inputs = map(argument, equations[0].invars, parameters["in_shardings"], parameters["donated_invars"])
     out_shardings = (s if isinstance(s, NamedSharding) else None for s in parameters["out_shardings"])
-    return Traced(
-        parameters["name"],
-        parameters["jaxpr"],
-        tuple(argument(*each) for each in inputs),
-        tuple(out_shardings),
-        dict(options),
-    )
+    return Traced(parameters["name"], parameters["jaxpr"], tuple(inputs), tuple(out_shardings), dict(options))
 
 
 @contextmanager
@@ -188,7 +179,6 @@ def _options_taken() -> Generator[list[tuple[str, Any]]]:
 
 
 def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding | None] = ()) -> Mesh | AbstractMesh:
-    """Return the mesh of all shardings."""
     named = [(each.sharding, each.path) for each in arguments] + [(each, "a result") for each in out_shardings]
     meshes = [(sharding.mesh, path) for sharding, path in named if sharding is not None]
     if not meshes:

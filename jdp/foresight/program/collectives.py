@@ -1,13 +1,8 @@
 """The collectives of a compiled program, each counted as often as it runs.
 
-`collectives(compiled.as_text())` works in three phases:
-1. The text is parsed (`module.py`).
-2. The call graph is walked from the entry. A loop multiplies its body by its trip count, a conditional counts the
-   branch that sends most, an asynchronous wrapper counts as the instruction inside.
-3. Each collective is read from its own line: bytes from its shapes, groups, and source lines from its metadata.
-
-It reads the forms that XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. An asynchronous pair counts once, at its start.
-Other transfers (`send` and `recv`, or inside custom calls) are not counted.
+`collectives(compiled.as_text())` walks the call graph from the entry. A loop multiplies its body by its trip count, a
+conditional counts the branch that sends most, an asynchronous pair counts once, at its start. It reads the forms that
+XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. Other transfers (`send`, `recv`, custom calls) are not counted.
 """
 
 import functools
@@ -19,17 +14,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jdp.base.errors import UserError
+from jdp.base.link_times import DIRECT, RINGS
 from jdp.foresight.program.module import Instruction, Program, array_bytes, elements, ints, parse, shapes
 
-KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+KINDS = (*RINGS, *DIRECT, "collective-broadcast")
 
 
 @dataclass(frozen=True)
@@ -54,7 +42,6 @@ class Collective:
 
     @property
     def source(self) -> str | None:
-        """The innermost of `source_lines`."""
         return self.source_lines[0] if self.source_lines else None
 
     @property
@@ -76,11 +63,9 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends a step, by the ring algorithms (Patarasuk and Yuan 2009; nccl-tests,
-        doc/PERFORMANCE.md).
+        """Bytes that each device sends a step, by the ring algorithms (Patarasuk and Yuan 2009; nccl-tests).
 
-        Payload × `count` × 2(N−1)/N for an all-reduce, (N−1)/N for reduce-scatter, all-gather and all-to-all, and 1 for
-        permute and broadcast.
+        Payload × `count` × 2(N−1)/N for an all-reduce, 1 for permute and broadcast, else (N−1)/N.
         """
         n = self.group_size
         if n == 1:
@@ -102,7 +87,6 @@ def collectives(text: str | Program) -> list[Collective]:
 
 
 def total_wire_bytes(counted: Iterable[Collective]) -> float:
-    """Return the bytes that each device sends a step."""
     return sum((c.wire_bytes for c in counted), 0.0)
 
 
@@ -114,8 +98,6 @@ def traffic(counted: Iterable[Collective]) -> dict[str, int]:
             totals[c.kind] = totals.get(c.kind, 0) + c.payload_bytes * c.count
     return totals
 
-
-# The call graph, walked.
 
 _CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
 
@@ -139,9 +121,6 @@ def _of_instruction(
     if step.is_start:
         return [replace(c, name=step.name, is_async=overlaps(step)) for each in inside for c in each]
     return [c for each in inside for c in each]
-
-
-# One instruction, read.
 
 
 def collective_of(step: Instruction, program: Program) -> Collective:
@@ -171,8 +150,8 @@ def overlaps(step: Instruction) -> bool:
 def _result_type(step: Instruction) -> str:
     """Return the result in an instruction's type.
 
-    A start has the type (operand, result) or ((operands), (results)), perhaps with more elements. But an
-    all-reduce-start of jax 0.10 has the type of its result alone, a flat tuple for several.
+    A start has the type (operand, result) or ((operands), (results)), perhaps with more elements. But jax 0.10's
+    all-reduce-start has the type of its result alone, a flat tuple for several.
     """
     if not step.is_start or not step.type.startswith("("):
         return step.type
@@ -187,7 +166,6 @@ _GROUPS = re.compile(rf"\b(?:replica_groups|source_target_pairs)=({_LISTED}|{_IO
 
 
 def _groups(bare: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Return the device groups of a line without strings. Raises ValueError for an unknown notation."""
     if "source_target_pairs={}" in bare:  # a permute in which no device sends; as groups, `{}` is all devices
         return ((0,),)
     match = _GROUPS.search(bare)
@@ -213,8 +191,8 @@ def _expanded(notation: str, devices: int) -> tuple[tuple[int, ...], ...]:
 def _mesh_groups(notation: str) -> np.ndarray:
     """Return the [groups, size] ids of `mesh['a'=2,'b'=4] {'b'}`: a group differs along the named axes only.
 
-    A name may be a part of an axis: `'b':(2)2` of size 4 splits it into 2 x 2 and takes the second factor. Devices may
-    be in another order than 0, 1, …: `, device_ids=([2,4]T(1,0))` (openxla/xla, xla/hlo/ir/mesh_and_axis.cc).
+    `'b':(2)2` of size 4 splits the axis into 2 x 2 and takes the second factor; `, device_ids=([2,4]T(1,0))` is an
+    order of devices (openxla/xla, xla/hlo/ir/mesh_and_axis.cc).
     """
     mesh, _, named = notation.rpartition(" {")
     axes, _, order = mesh.partition("]")

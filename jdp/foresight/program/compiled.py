@@ -51,12 +51,10 @@ class Compiled:
 
     @cached_property
     def program(self) -> Program:
-        """The text, parsed."""
         return parse(self.text)
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """Every collective that the program runs."""
         return collectives(self.program)
 
     @property
@@ -82,11 +80,7 @@ _VERSION = "4"  # of an entry's fields
 
 
 def _key(lowered: jax.stages.Lowered, described: str) -> str:
-    """Return the cache's key: a hash of the program, devices, versions, and the sources that the program refers to.
-
-    Line numbers are left out because they include the line that called the step. Sources of installed packages are
-    left out because callers vary, and the program's text has what they contribute.
-    """
+    """Return a hash of the program, devices, versions and the user's sources in it; not of line numbers, which vary."""
     located = lowered.as_text(debug_info=True)
     files = [Path(name) for name in sorted(set(re.findall(r'"([^"]+\.py)":\d', located)))]
     own = [file for file in files if file.is_file() and "site-packages" not in file.parts]
@@ -128,11 +122,7 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
 
 
 def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile; again with cuBLAS' kernels if XLA finds no tiles for a matrix product.
-
-    Without a device to try kernels on, XLA may choose tiles that do not fit the product's sizes (such as a ViT's 197),
-    and give up. The traffic stays the same.
-    """
+    """Compile; again with cuBLAS' kernels if XLA, without a device to try tiles on, finds none for a product."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -151,8 +141,6 @@ def _explained(error: Exception) -> str:
         )
     return f"XLA did not compile this step: {first}"
 
-
-# XLA's standard error.
 
 _LOCK = threading.Lock()
 _KEPT = re.compile(r"rematerializ|[Rr]esharding|spmd|SPMD|memory use below|exceeds the base limit|donat")

@@ -5,10 +5,9 @@ computations, operands, bytes) are read from a line on demand. It reads the form
 0.10 to 0.12.
 """
 
-from __future__ import annotations
-
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -38,7 +37,6 @@ class Instruction:
 
     @property
     def _arguments(self) -> str:
-        """The text between the parentheses after the opcode."""
         line = self.line
         begin = line.index(f" {self.opcode}(") + len(self.opcode) + 2
         depth = 1
@@ -58,12 +56,10 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """The opcode without "-start" or "-done"."""
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     @property
     def is_start(self) -> bool:
-        """Whether it begins an asynchronous operation."""
         return self.opcode.endswith("-start")
 
     @property
@@ -95,7 +91,6 @@ class Instruction:
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of all arrays in the result, on one device."""
         return sum(array_bytes(dtype, dims) for dtype, dims in self.shapes)
 
 
@@ -127,18 +122,16 @@ class Program:
         return (f"{place[1]}:{place[2]}",) if place else ()
 
     def source_line(self, step: Instruction) -> str | None:
-        """Return the innermost of `source_lines`."""
         return next(iter(self.source_lines(step)), None)
 
     @cached_property
     def argument_bytes(self) -> dict[int, tuple[str, int]]:
         """Number of each parameter -> (jax's name of it, its bytes in device memory)."""
-        steps = ((step.parameter_number, step) for step in self[self.entry])
-        return {
-            number: (step.op_name or "", 0 if HOST_MEMORY in step.type else step.result_bytes)
-            for number, step in steps
-            if number is not None
-        }
+        sizes = dict[int, tuple[str, int]]()
+        for step in self[self.entry]:
+            if (number := step.parameter_number) is not None:
+                sizes[number] = (step.op_name or "", 0 if HOST_MEMORY in step.type else step.result_bytes)
+        return sizes
 
     @cached_property
     def written_into(self) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
@@ -202,7 +195,6 @@ _COMMENT = re.compile(r"^\s*(?:/\*.*?\*/)?\s*")  # XLA numbers the elements of l
 
 
 def ints(text: str) -> tuple[int, ...]:
-    """Return the whole numbers in a text."""
     return tuple(int(number) for number in re.findall(r"\d+", text))
 
 
@@ -243,14 +235,14 @@ _BITS = re.compile(r"(?:bf|f|s|u|c)(\d+)")
 def _frames(tables: dict[str, dict[str, str]]) -> dict[str, tuple[str, ...]]:
     """Join the tables at the head of a module: frame -> source lines of it and its callers, innermost first."""
     files = {index: row.strip('"') for index, row in tables["FileNames"].items()}
-    places = {
-        index: f"{files.get(_number(row, 'file_name_id'), '')}:{_number(row, 'line')}"
-        for index, row in tables["FileLocations"].items()
-    }
-
+    locations, stack = (
+        {index: defaultdict(str, re.findall(r"\b(\w+)=(\d+)", row)) for index, row in tables[name].items()}
+        for name in ("FileLocations", "StackFrames")
+    )
+    places = {index: f"{files.get(row['file_name_id'], '')}:{row['line']}" for index, row in locations.items()}
     frames = {  # frame -> (place, caller); printed plus one: 1 has no caller
-        index: (places.get(_number(row, "file_location_id")), str(int(_number(row, "parent_frame_id") or 1) - 1))
-        for index, row in tables["StackFrames"].items()
+        index: (places.get(row["file_location_id"]), str(int(row["parent_frame_id"] or 1) - 1))
+        for index, row in stack.items()
     }
 
     def chain(index: str) -> Iterator[str]:
@@ -264,11 +256,6 @@ def _frames(tables: dict[str, dict[str, str]]) -> dict[str, tuple[str, ...]]:
     return {index: tuple(chain(index)) for index in frames}
 
 
-def _number(row: str, key: str) -> str:
-    match = re.search(rf"\b{key}=(\d+)", row)
-    return match[1] if match else ""
-
-
 HOST_MEMORY = "S(5)"
 """How XLA prints that an array is in the host's memory (openxla/xla, xla/layout.h, Layout::kHostMemorySpace)."""
 
@@ -277,6 +264,5 @@ def is_host_copy(step: Instruction, computation: str, program: Program) -> bool:
     """Return True if an instruction copies from or to host memory: an array, or a slice of one (a fusion of it)."""
     if step.kind not in ("copy", "fusion") or step.opcode.endswith("-done"):
         return False
-    return HOST_MEMORY in step.type or any(
-        HOST_MEMORY in program.by_name[computation][name].type for name in step.operands
-    )
+    steps = [step, *(program.by_name[computation][name] for name in step.operands)]
+    return any(HOST_MEMORY in each.type for each in steps)

@@ -8,18 +8,15 @@ A cluster's file has a known GPU, and the numbers that differ:
     memory_gib = 79.1
     gpu_target_config = "dump.pbtxt"   # for other chips: XLA's dump on the machine, relative to this file
 
-`read(path)` parses the file and refuses unknown keys. It starts from the known GPU's numbers, then applies the dump's,
-then the file's own.
-
+`read(path)` starts from the known GPU's numbers, then applies the dump's (`with_config`), then the file's own.
 `written(gpu)` makes XLA:GPU's GpuTargetConfigProto from published numbers (openxla/xla,
-xla/stream_executor/device_description.proto). On a machine with the GPU, XLA dumps its own (`--xla_dump_to=DIR`, file
-`*gpu_target_config.pbtxt`), and `with_config` takes the chip's numbers from it. The version of CUDA is that of XLA's
-own descriptions (xla/backends/gpu/target_config/specs).
+xla/stream_executor/device_description.proto); on a machine with the GPU, `--xla_dump_to=DIR` dumps XLA's own. The
+version of CUDA is that of XLA's descriptions (xla/backends/gpu/target_config/specs).
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from jdp.base.chips import GPUS, Gpu
@@ -28,77 +25,67 @@ from jdp.base.toml import parse
 from jdp.base.user_path import check_regular, user_path
 from jdp.base.words import nearest
 
-
-@dataclass(frozen=True)
-class _Key:
-    """A key of the file: sets a field of `Gpu` to `scale` times the number, rounded if `is_integer`."""
-
-    field: str
-    scale: float
-    is_integer: bool = False
-
-
 _RATES = {
-    "memory_gib": _Key("memory_bytes", 2**30, is_integer=True),
-    "memory_bandwidth_gb_s": _Key("memory_bandwidth", 1e9),
-    "vector_tflops": _Key("vector_flops", 1e12),
-    "link_bandwidth_gb_s": _Key("link_bandwidth", 1e9),
-    "network_bandwidth_gb_s": _Key("network_bandwidth", 1e9),
-    "host_bandwidth_gb_s": _Key("host_bandwidth", 1e9),
-    "host_efficiency": _Key("host_efficiency", 1),
-    "link_efficiency": _Key("link_efficiency", 1),
-    "network_efficiency": _Key("network_efficiency", 1),
-    "matmul_efficiency": _Key("matmul_efficiency", 1),
-    "link_latency_us": _Key("link_latency", 1e-6),
-    "network_latency_us": _Key("network_latency", 1e-6),
+    "memory_gib": ("memory_bytes", 2**30),
+    "memory_bandwidth_gb_s": ("memory_bandwidth", 1e9),
+    "vector_tflops": ("vector_flops", 1e12),
+    "link_bandwidth_gb_s": ("link_bandwidth", 1e9),
+    "network_bandwidth_gb_s": ("network_bandwidth", 1e9),
+    "host_bandwidth_gb_s": ("host_bandwidth", 1e9),
+    "host_efficiency": ("host_efficiency", 1),
+    "link_efficiency": ("link_efficiency", 1),
+    "network_efficiency": ("network_efficiency", 1),
+    "matmul_efficiency": ("matmul_efficiency", 1),
+    "link_latency_us": ("link_latency", 1e-6),
+    "network_latency_us": ("network_latency", 1e-6),
 }
+"""Key of the file -> the field of `Gpu` that it sets, and the unit. Efficiencies are at most 1; latencies may be 0."""
 _OTHER = ("like", "name", "matmul_tflops", "gpu_target_config")
 _DTYPES = ("bf16", "f16", "f32", "f64", "f8e4m3fn", "f8e5m2", "s8")
-_MAY_BE_ZERO = ("link_latency_us", "network_latency_us")
-_AT_MOST_ONE = ("host_efficiency", "link_efficiency", "network_efficiency", "matmul_efficiency")
 
 
 def read(path: Path) -> tuple[Gpu, str]:
     """Return the GPU that a file describes, and the text of XLA's GpuTargetConfigProto for it."""
     path = user_path(path)
+    content = _text(path, f"{path}: ")
     try:
-        check_regular(path)
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
-    try:
-        given = parse(content)
+        entries = parse(content)
     except ValueError as error:
         raise UserError(f"{path}: not TOML: it {error}") from error
-    _check_names(given, (*_OTHER, *_RATES), path, "a key")
-    like, dump = given.get("like"), given.get("gpu_target_config")
+    _check_names(entries, (*_OTHER, *_RATES), path, "a key")
+    like, dump = entries.get("like"), entries.get("gpu_target_config")
     if not isinstance(like, str) or like not in GPUS:
         hint = nearest(like, GPUS) if isinstance(like, str) else ""
         raise UserError(f"{path}: like must name the GPU to start from, one of {', '.join(GPUS)}; given {like!r}{hint}")
     if dump is None:
-        gpu = _changed(GPUS[like], given, path)
+        gpu = _changed(GPUS[like], entries, path)
         return gpu, written(gpu)
     if not isinstance(dump, str) or not dump:
         raise UserError(
             f"{path}: gpu_target_config must be the path of a text that XLA dumped; given {dump!r}: name that file"
         )
-    try:
-        text = (path.parent / dump).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: gpu_target_config cannot be read: {error}") from error
+    text = _text(path.parent / dump, f"{path}: gpu_target_config ")
     try:
         gpu = with_config(GPUS[like], text)
     except ValueError as error:
         raise UserError(f"{path}: gpu_target_config: {error}") from error
-    return _changed(gpu, given, path), text
+    return _changed(gpu, entries, path), text
+
+
+def _text(path: Path, subject: str) -> str:
+    try:
+        check_regular(path)
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{subject}cannot be read: {error}") from error
 
 
 def _changed(gpu: Gpu, entries: Mapping[str, object], path: Path) -> Gpu:
     changes = dict[str, object]()
-    for key, value in entries.items():
-        if (rate := _RATES.get(key)) is not None:
-            number = _number(value, key, path) * rate.scale
-            changes[rate.field] = round(number) if rate.is_integer else number
+    for key, (field, unit) in _RATES.items():
+        if key in entries:
+            number = _number(entries[key], key, path) * unit
+            changes[field] = round(number) if field == "memory_bytes" else number
     name = entries.get("name", gpu.name)
     if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set('"\\'):
         raise UserError(f"{path}: name must be one line without quotes or backslashes; given {name!r}: rename it")
@@ -111,9 +98,9 @@ def _changed(gpu: Gpu, entries: Mapping[str, object], path: Path) -> Gpu:
 
 
 def _number(value: object, key: str, path: Path) -> float:
-    most = 1 if key in _AT_MOST_ONE else 1e9
+    most = 1 if key.endswith("_efficiency") else 1e9
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
-    if not 0 <= number <= most or (number == 0 and key not in _MAY_BE_ZERO):  # nan is in no range
+    if not 0 <= number <= most or (number == 0 and not key.endswith("_latency_us")):  # nan is in no range
         raise UserError(
             f"{path}: {key} must be a positive number{' of at most 1' * (most == 1)}; given {value!r}: correct it"
         )
@@ -127,8 +114,6 @@ def _check_names(names: Iterable[object], allowed: Sequence[str], path: Path, wh
             raise UserError(f"{path}: {what} must be one of {', '.join(allowed)}; given {name!r}{hint}")
 
 
-# XLA's text of a GPU.
-
 _TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\s*("(?:[^"\\]|\\.)*"|[^\s{}]+)|(\}))')
 
 
@@ -139,14 +124,9 @@ gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
   shared_memory_per_block: 49152
   shared_memory_per_block_optin: {gpu.shared_per_block}
   shared_memory_per_core: {gpu.shared_per_core}
@@ -205,22 +185,23 @@ def device_fields(text: str) -> dict[str, str]:
     return {k: v for k, v in device.items() if k not in _SOFTWARE} | {"name": name}
 
 
+_DUMPED = {
+    "cores": "core_count", "lanes": "fpus_per_core", "shared_per_core": "shared_memory_per_core",
+    "shared_per_block": "shared_memory_per_block_optin", "l2": "l2_cache_size", "memory_bandwidth": "memory_bandwidth",
+    "memory_bytes": "device_memory_size", "links": "device_interconnect_info.active_links",
+}  # fmt: skip
+
+
 def with_config(gpu: Gpu, text: str) -> Gpu:
     """Return `gpu` with the compiler's numbers, memory and its bandwidth from a dumped text."""
-    given = device_fields(text)
-    names = {
-        "cores": "core_count", "lanes": "fpus_per_core", "shared_per_core": "shared_memory_per_core",
-        "shared_per_block": "shared_memory_per_block_optin", "l2": "l2_cache_size",
-        "memory_bandwidth": "memory_bandwidth", "memory_bytes": "device_memory_size",
-        "links": "device_interconnect_info.active_links",
-    }  # fmt: skip
-    numbers: Mapping[str, int] = {ours: int(given[theirs]) for ours, theirs in names.items() if theirs in given}
-    major, minor = (int(given.get(f"cuda_compute_capability.{part}", "0")) for part in ("major", "minor"))
+    device = device_fields(text)
+    numbers: Mapping[str, int] = {ours: int(device[theirs]) for ours, theirs in _DUMPED.items() if theirs in device}
+    major, minor = (int(device.get(f"cuda_compute_capability.{part}", "0")) for part in ("major", "minor"))
     return replace(
         gpu,
         **numbers,
-        name=given["name"] or gpu.name,
+        name=device["name"] or gpu.name,
         capability=(major, minor),
-        extension=given.get("cuda_compute_capability.feature_extension", "NONE"),
-        clock_ghz=float(given.get("clock_rate_ghz", gpu.clock_ghz)),
+        extension=device.get("cuda_compute_capability.feature_extension", "NONE"),
+        clock_ghz=float(device.get("clock_rate_ghz", gpu.clock_ghz)),
     )

@@ -1,13 +1,11 @@
 """A step on other devices: its state and batch become abstract values on a target's mesh.
 
-1. The mesh keeps its axes; `data` takes the remaining devices.
-2. The state's leaves become shapes, dtypes and the shardings of the plan there.
-3. So do the batch's leaves; rows that the new mesh cannot split are rounded up (`round_up_rows`).
-4. Before jax traces fused attention it checks this machine's GPU and cuDNN, which may not exist
-   (`jax._src.cudnn.fused_attention_stablehlo`): jdp answers for the described GPU. XLA's compiler does not need cuDNN:
-   the program calls `__cudnn$fmha...`, which is resolved at run time.
+Before jax traces fused attention it checks this machine's GPU and cuDNN, which may not exist
+(`jax._src.cudnn.fused_attention_stablehlo`): jdp answers for the described GPU. XLA's compiler does not need cuDNN,
+because the program's calls `__cudnn$fmha...` are resolved at run time.
 """
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Generator, Mapping
@@ -34,7 +32,6 @@ from jdp.foresight.targets.resolve import target as named
 
 
 def candidate_name(strategy: str, accumulate: int) -> str:
-    """Return "zero1", or "zero3 K=4"."""
     return f"{strategy}{f' K={accumulate}' * (accumulate > 1)}"
 
 
@@ -50,7 +47,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Strategy and microbatches: `candidate_name`."""
         return candidate_name(self.step.plan.strategy, self.step.settings.accumulate)
 
     def lower(self) -> jax.stages.Lowered:
@@ -111,23 +107,22 @@ def abstract_on(
     *,
     microbatches: int | None = None,
 ) -> Candidate:
-    """Put a step, a state and a batch on a target's devices, as abstract values."""
     target = named(target) if isinstance(target, str) else target
     plan = step.plan.on(_mesh(step, state, target))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
         relocated = step.changed(plan=plan, accumulate=microbatches or step.settings.accumulate)
         rows, notes = round_up_rows(rows, relocated.loss.batch_unit)
-    keep = target is None
-    if target is not None:
         state = jax.eval_shape(lambda state: state, state)  # without shardings
-    abstract_state = jax.tree.map(
-        lambda leaf, sharding: _abstract(leaf, leaf.shape, sharding, keep=keep), state, plan.shardings(state)
-    )
+
+    def leaf_on(leaf: Any, planned: NamedSharding) -> jax.ShapeDtypeStruct:
+        present = getattr(leaf, "sharding", None) if target is None else None
+        return _abstract(leaf, leaf.shape, present if isinstance(present, NamedSharding) else planned)
+
+    abstract_state = jax.tree.map(leaf_on, state, plan.shardings(state))
     abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
-    step = step.on(plan.mesh)
     cudnn = cudnn_of(target_of(target, abstract_state))
-    return Candidate(step, abstract_state, abstract_batch, notes, cudnn=cudnn)
+    return Candidate(step.on(plan.mesh), abstract_state, abstract_batch, notes, cudnn=cudnn)
 
 
 def cudnn_of(target: Target) -> int | None:
@@ -138,10 +133,6 @@ def cudnn_of(target: Target) -> int | None:
 
 
 def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
-    """Return the number of rows rounded up to a multiple of the unit, and a note if it changes.
-
-    A plan for a target should not depend on the devices that the batch was written for.
-    """
     raised = unit.round_up(rows)
     if raised == rows:
         return rows, ()
@@ -160,10 +151,8 @@ def _mesh(step: Step, state: TrainState, on: Target | None) -> Mesh:
         raise UserError(f"{on}: {error}") from None
 
 
-def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, keep: bool = False) -> jax.ShapeDtypeStruct:
-    own = getattr(leaf, "sharding", None)
-    kept = own if keep and isinstance(own, NamedSharding) else sharding
-    return jax.ShapeDtypeStruct(shape, dtype_on_device(leaf.dtype), sharding=kept)
+def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype_on_device(leaf.dtype), sharding=sharding)
 
 
 def dtype_on_device(dtype: Any) -> Any:
@@ -196,15 +185,12 @@ def answered_for(device: Device | None, version: int | None) -> Generator[None]:
         "check_compute_capability": lambda least: capability >= _parts(least),
         "is_cuda_compute_capability_equal": lambda other: capability == _parts(other),
     }
-    with _LOCK:
-        asked = {name: getattr(attention, name) for name in answers if hasattr(attention, name)}
-        for name in asked:
-            setattr(attention, name, answers[name])
-        try:
-            yield
-        finally:
-            for name, function in asked.items():
-                setattr(attention, name, function)
+    with _LOCK, contextlib.ExitStack() as patches:
+        for name, answer in answers.items():
+            if hasattr(attention, name):
+                patches.callback(setattr, attention, name, getattr(attention, name))
+                setattr(attention, name, answer)
+        yield
 
 
 def _parts(capability: str) -> tuple[int, ...]:

@@ -1,14 +1,10 @@
 """Devices to compile for that this machine need not have.
 
-`target("h100:8x8")` parses the name, checks that XLA's compiler for that kind is installed, and describes the chip to
-it by a text proto of published numbers. It returns stand-ins for 64 devices on 8 hosts, which form a mesh like real
-devices. A step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those devices
-would run. This needs the compiler, `pip install 'jdp[aot]'`, but no GPU, driver or CUDA library; for TPUs
-(`tpu-v5e:4x4`) `pip install 'jdp[tpu]'`. `target("cpu:8")` is the virtual CPU devices of this process, and
-`target("cluster.toml:64x8")` GPUs that a file describes (`descriptions.py`).
-`target_of(None)` is the devices of this machine or cluster.
-
-Nothing happens on import: jax's plugins are loaded for the first target that needs one.
+`target("h100:8x8")` checks that XLA's compiler for that kind is installed (`jdp[aot]`, for TPUs `jdp[tpu]`), and
+describes the chip to it by a text proto of published numbers. It returns stand-ins for 64 devices on 8 hosts: a step
+lowered over their mesh compiles to the program that those devices would run. `target("cpu:8")` is the virtual CPU
+devices of this process, `target_of(None)` the devices of this machine or cluster. jax's plugins are loaded for the
+first target that needs them.
 """
 
 import ctypes
@@ -75,8 +71,7 @@ class Target:
     @property
     def fingerprint(self) -> str:
         """Everything about the target that affects compilation, as text."""
-        named = (self.kind, f"{self.hosts}x{self.per_host}", self.shape, self.description, self.config or "")
-        return "\n".join(named)
+        return "\n".join((self.kind, f"{self.hosts}x{self.per_host}", self.shape, self.description, self.config or ""))
 
 
 def target(name: str) -> Target:
@@ -103,7 +98,6 @@ def target(name: str) -> Target:
 
 
 def _parse(name: str) -> tuple[str, str]:
-    """Return the kind and the text after the last colon."""
     kind, _, shape = name.rpartition(":")
     kind = kind if kind.endswith(".toml") else kind.lower()
     size = "[1-9][0-9]{0,17}"  # Python parses at most 4300 digits
@@ -161,7 +155,6 @@ def _check_compiler(name: str) -> None:
 
 
 def _has_toolkit() -> bool:
-    """Return True if XLA finds ptxas and libdevice.10.bc: in Python packages, or in a CUDA toolkit."""
     packages = [("nvidia-cuda-nvcc", "nvidia-nvvm"), ("nvidia-cuda-nvcc-cu12",)]
     return (
         any(all(map(_installed, family)) for family in packages)
@@ -196,10 +189,9 @@ def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Dev
 
 @contextmanager
 def _unchecked_without_driver() -> Generator[None]:
-    """Without an NVIDIA driver, keep the CUDA plugin from looking for cuDNN and devices before it registers.
+    """Without an NVIDIA driver, keep the CUDA plugin from its checks, which would fail on a machine that only compiles.
 
-    With JAX_PLATFORMS=cpu it does not look; otherwise it fails on a machine that can only compile. With a driver its
-    checks stay on: they protect real runs.
+    With JAX_PLATFORMS=cpu it makes none. With a driver they stay on: they protect real runs.
     """
     switch = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     if switch in os.environ or _has_driver():
@@ -231,23 +223,17 @@ def _tpu_target(name: str, kind: str, shape: str) -> Target:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise UserError(f"target {name!r}: libtpu did not accept it: {error}") from error
     devices = tuple(sorted(described.devices, key=lambda device: (device.process_index, device.id)))
-    hosts, chip = len({device.process_index for device in devices}), TPUS[kind]
-    return Target(
-        kind, hosts, len(devices) // hosts, devices, chip.memory_bytes, devices[0].device_kind, chip, shape=shape
-    )
+    hosts, chip, named = len({device.process_index for device in devices}), TPUS[kind], devices[0].device_kind
+    return Target(kind, hosts, len(devices) // hosts, devices, chip.memory_bytes, named, chip, shape=shape)
 
 
 def check_target(named: object) -> None:
-    """Check that a target is a name or a `Target`. Raises ValueError."""
     if named is not None and not isinstance(named, str | Target):
         raise UserError(f'A target is text such as "h100:1x8" or "cpu:8"; given {described(named)}. Pass such a name.')
 
 
 def target_of(named: str | Target | None, state: PyTree = None) -> Target:
-    """Return the named target; else the devices of `state`; else all devices of this cluster.
-
-    A GPU in `base.chips` has that chip's published rates; of any other GPU only the memory is known.
-    """
+    """Return the named target; else the devices of `state`; else all devices of this cluster."""
     if named is not None:
         return target(named) if isinstance(named, str) else named
     mesh = mesh_of(state)

@@ -1,18 +1,11 @@
 """Fused attention: the calls to cuDNN in a compiled program, their FLOPs and their time.
 
-`attention(step, computation, program)` reads a call `__cudnn$fmha...`: heads, queries, keys, mask, forward or backward.
 Per score (a query and a key that it sees) and element of a head, the forward pass multiplies and adds twice: q·k, p·v.
-The backward pass does so five times: the scores again, and the gradients of p, v, q and k. That is
-4 or 10 x batch x heads x queries x keys x width FLOPs, half under a causal mask (Dao 2023, arXiv:2307.08691, 4.1).
-
-`attention_seconds` adds the exponential of each score to the products. An H100 computes 16 a clock and core, so at
-width 128 they take half as long as the products, and kernels hide little of that (Shah et al. 2024, FlashAttention-3,
-arXiv:2407.08608, section 3.1). The rest is fitted (`AttentionModel`). Further kernels of the backward pass rewrite the
-queries' gradient, which is summed in float32 (`Attention.pass_bytes`).
-
-Compared with the rates of cuDNN 9 in figures 5 and 6 of that paper, the times are within 19 %, 6 % in the median (H100,
-16k tokens, length 512 to 16k, both passes, with and without a mask, width 64 and 128: 30 rates). Width 256 is up to
-20 % too fast. Two calls measured on an H100 are within 6 %.
+The backward pass does so five times: the scores again, and the gradients of p, v, q and k (Dao 2023, arXiv:2307.08691,
+4.1). Exponentials are added: at width 128 they take half as long as the products, and kernels hide little of that
+(Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, 3.1). Compared with 30 rates of cuDNN 9 on an H100 (figures 5 and
+6 of that paper), times are within 19 %, 6 % in the median. Width 256 is up to 20 % too fast. Two measured calls are
+within 6 %.
 """
 
 import re
@@ -48,52 +41,37 @@ class Attention:
 
     @property
     def scores(self) -> float:
-        """Pairs of a query and a key that it sees."""
         return self.heads * self.queries * self.seen
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of its matrix products."""
         per_score = 3 * self.width + 2 * self.value_width if self.backward else self.width + self.value_width
         return round(2 * self.scores * per_score)
 
     @property
     def pass_bytes(self) -> int:
-        """Memory traffic of the kernels beside the main one.
+        """Memory traffic of the backward pass' other kernels, which sum the queries' gradient in float32.
 
-        In the backward pass one kernel multiplies the result with its gradient and clears the float32 sums of the
-        queries' gradient; another rounds the sums to the operands' type. The call's workspace holds the sums, [batch,
-        heads, queries, width], and a number a query. For 8 x 12 heads, 1024 queries and width 64 that is 25,559,296
-        bytes, all but 256.
+        One multiplies the result with its gradient and clears the sums; another rounds them to the operands' type. The
+        call's workspace holds the sums and a number a query: 25,559,296 bytes for 8 x 12 heads of 1024 x 64.
         """
-        each = 4 * self.value_width + 4 * self.width + 4 * self.width + 2 * self.width
-        return self.heads * self.queries * each if self.backward else 0
-
-    @property
-    def launches(self) -> int:
-        """Kernels."""
-        return 3 if self.backward else 1
+        bytes_of_query = 4 * self.value_width + 10 * self.width
+        return self.heads * self.queries * bytes_of_query if self.backward else 0
 
 
-@dataclass(frozen=True)
-class AttentionModel:
-    """Constants fitted to the rates in the module's docstring."""
-
-    product_efficiency: float = 0.8  # share of the dense peak that the products reach between exponentials
-    # overhead of a block of queries, in keys: filling the pipeline with the first keys, and writing the result
-    ramp_keys: float = 90.0
-    # further keys with a causal mask: blocks on the diagonal are computed whole, and blocks of queries that see few
-    # keys finish early
-    diagonal_keys: float = 200.0
-    # time of the backward pass / its products and exponentials: several cores add to the queries' gradient in memory
-    backward_factor: float = 1.37
+# Constants fitted to the rates in the module's docstring.
+_PRODUCT_EFFICIENCY = 0.8  # share of the dense peak that the products reach between exponentials
+# overhead of a block of queries, in keys: filling the pipeline with the first keys, and writing the result
+_RAMP_KEYS = 90.0
+# further keys with a causal mask: blocks on the diagonal are computed whole, and blocks of queries that see few keys
+# finish early
+_DIAGONAL_KEYS = 200.0
+# time of the backward pass / its products and exponentials: several cores add to the queries' gradient in memory
+_BACKWARD_FACTOR = 1.37
 
 
 def attention(step: Instruction, computation: str, program: Program) -> Attention | None:
-    """Return an instruction of `computation` as a call of cuDNN's attention; None if it is another.
-
-    Packed sequences count as one sequence a row, because their lengths are not in the program.
-    """
+    """Return an instruction as a call of cuDNN's attention, else None; packed sequences count as one sequence a row."""
     if step.opcode != "custom-call" or not (target := custom_call_target(step)).startswith(TARGET):
         return None
     operands = [shape for name in step.operands for shape in program.by_name[computation][name].shapes[:1]]
@@ -116,8 +94,7 @@ def attention(step: Instruction, computation: str, program: Program) -> Attentio
     )
 
 
-def attention_seconds(call: Attention, peak_flops: float, exponentials: float, model: AttentionModel) -> float:
-    """Return the seconds of the main kernel."""
-    core = call.flops / (model.product_efficiency * peak_flops) + call.scores / exponentials
-    ramp = model.ramp_keys + (model.diagonal_keys if call.causal else 0.0)
-    return core * (1 + ramp / call.seen) * (model.backward_factor if call.backward else 1.0)
+def attention_seconds(call: Attention, peak_flops: float, exponentials: float) -> float:
+    core = call.flops / (_PRODUCT_EFFICIENCY * peak_flops) + call.scores / exponentials
+    ramp = _RAMP_KEYS + _DIAGONAL_KEYS * call.causal
+    return core * (1 + ramp / call.seen) * (_BACKWARD_FACTOR if call.backward else 1.0)

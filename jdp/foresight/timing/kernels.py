@@ -1,38 +1,26 @@
 """The cost of one instruction of a compiled program: FLOPs, memory traffic, seconds.
 
-`cost(step, computation, program)` counts matrix products and convolutions (`matmuls.py`), element-wise work, and the
-bytes that a kernel reads and writes. A fusion reads only the elements that its result needs: a slice of a sliced
-parameter, the update of a buffer that is updated in place. `seconds(cost, rates, model)` turns that into time: the
-slowest of tensor cores, vector units and memory, each at `CostModel`'s share of its published peak, plus the launch.
+`cost` counts matrix products and convolutions (`matmuls.py`), element-wise work, and the bytes that a kernel reads and
+writes; a fusion reads only the elements that its result needs. `seconds` turns that into time: the slowest of tensor
+cores, vector units and memory, each at `CostModel`'s share of its published peak, plus the launch.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from jdp.base.chips import Chip, Gpu
 from jdp.foresight.program.module import Instruction, Program, array_bytes
 from jdp.foresight.timing.attention import TARGET as ATTENTION
-from jdp.foresight.timing.attention import Attention, AttentionModel, attention, attention_seconds
+from jdp.foresight.timing.attention import Attention, attention, attention_seconds
 from jdp.foresight.timing.matmuls import LIBRARY_PRODUCTS, Product, custom_call_target, products
 
 
 @dataclass(frozen=True)
-class Rates:
-    """The peak rates of one device."""
-
-    matmul_flops: Mapping[str, float] = field(repr=False)  # element type -> FLOP/s of products
-    vector_flops: float  # FLOP/s outside tensor cores, float32, a fused multiply-add counted as two
-    memory_bandwidth: float  # bytes/s
-    cores: int  # the number that share one product, a tile each
-
-
-@dataclass(frozen=True)
 class CostModel:
-    """The model's constants, for NVIDIA GPUs: the share of the published peaks (`Rates`) that a kernel reaches.
+    """The model's constants, for NVIDIA GPUs: the share of the published peaks (`Chip`) that a kernel reaches.
 
-    "Fitted" constants reproduce the measured kernel times of three forms of GPT-2 124M on an H100. A copy into another
-    layout is as fast as a plain copy, through shared memory (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in
-    CUDA", NVIDIA 2009). The model ignores caching between kernels.
+    "Fitted" ones reproduce the measured kernel times of three forms of GPT-2 124M on an H100. A copy into another
+    layout is as fast as a plain copy (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009).
     """
 
     # share of the dense peak that a large matrix product reaches. Fitted; a chip has its own share for long runs
@@ -41,13 +29,11 @@ class CostModel:
     # the share for 8-bit operands over the share for 16-bit operands: 70.9% / 80.3% on an H100 (Bekman, "Maximum
     # Achievable Matmul FLOPS", stas00/ml-engineering, compute/accelerator/README.md, 2025)
     narrow_efficiency: float = 0.88
-    # share of the peak bandwidth. Fitted (pure reading and writing reaches 0.92); XLA's own model of products takes 0.8
-    # (openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc, CalculateHbmTime).
+    # share of the peak bandwidth. Fitted (pure reading and writing reaches 0.92); XLA's CalculateHbmTime takes 0.8
     memory_efficiency: float = 0.85
-    # time of a launch until all cores are busy, for a kernel that does not wait for the host. Fitted; XLA's
-    # kKernelLaunchOverhead is 1e-6 (xla/service/gpu/model/gpu_performance_model_base.h).
+    # time of a launch until all cores are busy, without the host. Fitted; XLA's kKernelLaunchOverhead is 1e-6
     kernel_seconds: float = 1.9e-6
-    # rows and columns of the tile that a core computes at a time; 0 for no quantisation. Whole tiles in whole waves
+    # rows and columns of the tile that a core computes at a time. Whole tiles in whole waves
     # over the cores: NVIDIA, "Matrix Multiplication Background User's Guide", section 3.
     tile: int = 128
     smallest_tile: int = 16  # of tensor cores; thinner products are padded to it
@@ -58,7 +44,6 @@ class CostModel:
     # (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0)
     special_function_cost: float = 8.0
     integer_cost: float = 2.0  # lane-cycles of integer arithmetic relative to a float addition: 64 results against 128
-    attention: AttentionModel = field(default_factory=AttentionModel)  # of fused attention
 
 
 @dataclass(frozen=True)
@@ -75,57 +60,48 @@ class KernelCost:
 
     @property
     def flops(self) -> int:
-        """Of matrix products, convolutions and fused attention."""
         fused = 0 if self.attention is None else self.attention.flops
         return fused + sum(product.flops for product in self.products)
 
 
-# Time.
-
-
-def seconds(cost: KernelCost, rates: Rates, model: CostModel) -> float:
+def seconds(cost: KernelCost, chip: Chip, model: CostModel) -> float:
     """Return the time of an instruction: tensor cores, vector units and memory work in parallel."""
     if not cost.launches:
         return 0.0
-    lanes = rates.vector_flops / 2  # one operation a cycle and lane, where the peak counts multiply-adds as two
+    lanes = chip.vector_flops / 2  # one operation a cycle and lane, where the peak counts multiply-adds as two
     vector = cost.operations + model.integer_cost * cost.integer_operations
     vector += model.special_function_cost * cost.special_functions
-    matmul = sum(product_seconds(product, rates, model) for product in cost.products)
-    bandwidth = model.memory_efficiency * rates.memory_bandwidth
-    memory = cost.bytes / bandwidth
-    passes = 0.0
+    matmul = sum(product_seconds(product, chip, model) for product in cost.products)
+    bandwidth, passes = model.memory_efficiency * chip.memory_bandwidth, 0.0
     if (call := cost.attention) is not None:
-        rate = _matmul_rate(call.dtype, rates)
-        matmul += attention_seconds(call, rate, lanes / model.special_function_cost, model.attention)
+        matmul += attention_seconds(call, _matmul_rate(call.dtype, chip), lanes / model.special_function_cost)
         passes = call.pass_bytes / bandwidth  # after the main kernel, which reads the remaining bytes
-    return cost.launches * model.kernel_seconds + max(matmul, vector / lanes, memory) + passes
+    return cost.launches * model.kernel_seconds + max(matmul, vector / lanes, cost.bytes / bandwidth) + passes
 
 
-def product_seconds(product: Product, rates: Rates, model: CostModel) -> float:
+def product_seconds(product: Product, chip: Chip, model: CostModel) -> float:
     """Return the seconds of a matrix product on the tensor cores, without reading its operands."""
     flops = product.flops * product.passes * (4 if product.dtype.startswith("c") else 1)  # complex: four real products
-    rate = _matmul_rate(product.dtype, rates) * (model.narrow_efficiency if product.dtype in _NARROW else 1.0)
-    return flops / (rate * model.matmul_efficiency * utilisation(product, rates.cores, model))
+    rate = _matmul_rate(product.dtype, chip) * (model.narrow_efficiency if product.dtype in _NARROW else 1.0)
+    cores = chip.cores if isinstance(chip, Gpu) else 1
+    return flops / (rate * model.matmul_efficiency * utilisation(product, cores, model))
 
 
 _NARROW = ("f8e4m3fn", "f8e5m2", "s8", "u8")
 _NEAREST = {"f16": "bf16", "c64": "f32", "c128": "f64", "u8": "s8", "s4": "s8", "u4": "s8"}
 
 
-def _matmul_rate(dtype: str, rates: Rates) -> float:
+def _matmul_rate(dtype: str, chip: Chip) -> float:
     """Return the FLOP/s for operands of a type; the vector units' rate if tensor cores do not support it."""
     similar = "f8e4m3fn" if dtype.startswith("f8") else _NEAREST.get(dtype, "vector")
-    return rates.matmul_flops.get(dtype) or rates.matmul_flops.get(similar) or rates.vector_flops
+    return chip.matmul_flops.get(dtype) or chip.matmul_flops.get(similar) or chip.vector_flops
 
 
 def utilisation(product: Product, cores: int, model: CostModel) -> float:
     """Return the share of the cores' work that contributes to the result, at the best split of the contraction.
 
-    1 if the tiles fill the cores evenly; less for a fractional number of tiles or of waves. As in XLA's
-    CalculateComputeTimeWithTileAndWaveQuantization, plus splits.
+    As XLA's CalculateComputeTimeWithTileAndWaveQuantization, plus splits.
     """
-    if not model.tile:
-        return 1.0
     tiles, padded = product.batch, 1
     for size in (product.m, product.n):
         tile = min(model.tile, _round_up(size, model.smallest_tile))
@@ -140,18 +116,14 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-# Counting.
-
-_NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
-_FREE = (*_NAMES, "after-all", "add-dependency", "opt-barrier", "domain", "partition-id", "replica-id")
-_NO_ARITHMETIC = (  # inside a kernel
-    *(*_NAMES, "broadcast", "reshape", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"),
-    *("gather", "copy", "iota", "pad", "reverse", "dot", "scaled-dot", "convolution", "fusion", "custom-call"),
-)
-_SPECIAL = (
-    *("exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic", "power", "rsqrt", "sqrt"),
-    *("cbrt", "sine", "cosine", "tan", "divide", "erf", "atan2", "remainder"),
-)
+_NAMES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
+_FREE = _NAMES | {"after-all", "add-dependency", "opt-barrier", "domain", "partition-id", "replica-id"}
+_LAYOUT = {"broadcast", "reshape", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
+_MOVES = {"gather", "copy", "iota", "pad", "reverse"}
+_PRODUCTS = {"dot", "scaled-dot", "convolution", "fusion", "custom-call"}  # counted by `products`
+_NO_ARITHMETIC = _NAMES | _LAYOUT | _MOVES | _PRODUCTS  # inside a kernel
+_EXPONENTIALS = {"exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic", "power", "erf"}
+_SPECIAL = _EXPONENTIALS | {"rsqrt", "sqrt", "cbrt", "sine", "cosine", "tan", "divide", "atan2", "remainder"}
 
 
 def cost(step: Instruction, computation: str, program: Program) -> KernelCost:
@@ -165,12 +137,12 @@ def cost(step: Instruction, computation: str, program: Program) -> KernelCost:
     demand = _Demand(steps, program.by_name[inside])
     fused = attention(step, computation, program)
     return KernelCost(
-        products=products(step, computation, program),
+        products=tuple(products(step, computation, program)),
         bytes=demand.read + demand.written,
         operations=demand.operations,
         integer_operations=demand.integer_operations,
         special_functions=demand.special_functions,
-        launches=1 if fused is None else fused.launches,
+        launches=3 if fused is not None and fused.backward else 1,
         attention=fused,
     )
 
@@ -226,7 +198,6 @@ class _Demand:
         return step
 
     def _need(self, step: Instruction, needed: float) -> None:
-        """Count the work for `needed` elements of a value, and the elements that this needs of its operands."""
         size = _size(step)
         operands = [self.by_name[name] for name in step.operands if name in self.by_name]
         for i, operand in enumerate(operands):

@@ -1,7 +1,7 @@
 """The matrix products and convolutions of a compiled program: their sizes and element types.
 
-`products(step, computation, program)` returns the products of an instruction: a dot or convolution, a fusion or call
-that contains some, or a library call (cuBLAS, cuDNN, oneDNN). Sizes follow from the operands' shapes.
+They are in dots and convolutions, also inside fusions and calls, and in library calls (cuBLAS, cuDNN, oneDNN), whose
+sizes follow from the operands' shapes.
 """
 
 import math
@@ -27,19 +27,14 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of one pass."""
         return 2 * self.batch * self.m * self.n * self.k
-
-
-def products(step: Instruction, computation: str, program: Program) -> tuple[Product, ...]:
-    """Return the products of one execution of an instruction of `computation`; not of a loop's body."""
-    return tuple(_products(step, computation, program))
 
 
 LIBRARY_PRODUCTS = ("__cublas$", "__onednn$matmul", "__cudnn$conv")
 
 
-def _products(step: Instruction, computation: str, program: Program) -> Iterator[Product]:
+def products(step: Instruction, computation: str, program: Program) -> Iterator[Product]:
+    """Yield the products of one execution of an instruction of `computation`; not of a loop's body."""
     operands = [s for name in step.operands for s in program.by_name[computation][name].shapes[:1]]
     if step.opcode in ("dot", "scaled-dot"):
         (left_type, left), (right_type, right) = operands[:2]
@@ -53,7 +48,7 @@ def _products(step: Instruction, computation: str, program: Program) -> Iterator
         yield from _library(step, target, operands)
     for name in step.called.get("calls", ()):
         for inner in program[name]:
-            yield from _products(inner, name, program)
+            yield from products(inner, name, program)
 
 
 def custom_call_target(step: Instruction) -> str:
@@ -71,9 +66,9 @@ _ALGORITHM_TYPES = {"any_f8": "f8e4m3fn", "tf32": "f32"}
 
 
 def _arithmetic(step: Instruction, *operands: str) -> tuple[str, int]:
-    """Return the type of a product's multiplication, and its passes: the algorithm's, else the wider operand's.
+    """Return the type of a product's multiplication (the algorithm's, else the wider operand's), and its passes.
 
-    By default XLA:GPU rounds float32 operands to TF32 for the tensor cores, unless the highest precision was requested.
+    XLA:GPU rounds float32 operands to TF32 for the tensor cores, unless the highest precision was requested.
     """
     if (match := _ALGORITHM.search(step.bare)) is not None:
         dtype = "vector" if match[1] == "f32" else _ALGORITHM_TYPES.get(match[1], match[1])
@@ -85,10 +80,7 @@ def _arithmetic(step: Instruction, *operands: str) -> tuple[str, int]:
 
 
 def _convolution(step: Instruction, kernel: Shape, output: Shape) -> Product:
-    """Return a convolution as a product, by group: output positions × (kernel size × features) × features.
-
-    Multiplications with padding count; multiplications with the zeros of a dilated input do not.
-    """
+    """Return a convolution as a product, by group: output positions × (kernel size × features) × features."""
     match = re.search(r"\bdim_labels=\w+_(\w+)->", step.bare)
     features = kernel[1][match[1].index("o")] if match else kernel[1][-1]
     groups = int(step.attribute("feature_group_count") or 1)

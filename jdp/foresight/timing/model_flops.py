@@ -1,15 +1,10 @@
 """Model FLOPs of a step, and model FLOPs utilisation (MFU): the share of the devices' peak that a step uses.
 
-The forward loss is traced abstractly. The multiplications and additions of its matrix products and convolutions are
-counted, also in loops. The backward pass costs twice the forward pass (one product for each operand's gradient), so a
-step is three times the forward pass. MFU excludes recomputation by definition. Frozen parameters have no gradient,
-which is one of the three products: their share of the parameters is subtracted from that third.
-
-MFU = FLOPs of a step / (seconds × devices × peak FLOP/s of one), Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
-appendix B. Without a known peak there is no MFU.
+The products and convolutions of the forward loss are counted in its jaxpr, also in loops. The backward pass costs twice
+as much, one product for each operand's gradient; frozen parameters have none, so their share is subtracted.
+Recomputation does not count. MFU = FLOPs of a step / (seconds × devices × peak FLOP/s of one), Chowdhery et al. 2022
+(PaLM, arXiv:2204.02311), appendix B.
 """
-
-from __future__ import annotations
 
 from typing import Any
 

@@ -1,29 +1,25 @@
 """A compiled step as timed operations: each kernel, collective, loop and call of every computation, with its seconds.
 
-`Schedule(program, target)` reads a computation once, on demand: `operations(name)` in schedule order, which is the
-order of launch, and `executed(name)`, everything that one execution runs, also in loops. `kernels.py` times kernels
-with the chip's published rates. `collective_cost` times a group of GPUs by NCCL's model (`base/link_times.py`), and
-takes the slowest group's time, because all start together. `caveats` list what the text lacks and the model ignores.
+`Schedule(program, target)` reads a computation once, on demand. `kernels.py` times kernels with the chip's published
+rates, `collective_cost` a group of GPUs by NCCL's model (`base/link_times.py`); the slowest group's time counts. The
+schedule's `caveats` list the gaps of the text and of the model.
 """
-
-from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jdp.base.chips import Chip, Gpu
 from jdp.base.errors import UserError
-from jdp.base.link_times import DIRECT, RINGS, CollectiveCost, Group, group_cost
+from jdp.base.link_times import RINGS, CollectiveCost, Group, group_cost
 from jdp.foresight.program.collectives import KINDS, collective_of, overlaps
 from jdp.foresight.program.module import Instruction, Program, is_host_copy
 from jdp.foresight.targets.resolve import Target
-from jdp.foresight.timing.kernels import CostModel, KernelCost, Rates, cost, seconds, unknown_work
+from jdp.foresight.timing.kernels import CostModel, KernelCost, cost, seconds, unknown_work
 
 
-@dataclass(frozen=True)
-class TimedOp:
+class TimedOp(NamedTuple):
     """One instruction, timed."""
 
     # "kernel", "start", "done", "sync" (a synchronous collective), "host start" and "host sync" (a copy from or to host
@@ -32,7 +28,7 @@ class TimedOp:
     step: Instruction  # the instruction
     seconds: float = 0.0  # on its lane
     bytes: float = 0.0  # memory traffic of a kernel, payload of a collective or copy
-    cost: KernelCost = field(default_factory=KernelCost)  # of a kernel
+    cost: KernelCost = KernelCost()  # of a kernel
     inner: tuple[str, ...] = ()  # computations that it runs
     trips: int = 1  # rounds of a loop
 
@@ -51,8 +47,7 @@ class Schedule:
                 f"a timeline needs a device with published rates; given {target}: choose a GPU or TPU target"
             )
         self.program, self.target = program, target
-        cores, lanes = (chip.cores, chip.lanes) if isinstance(chip, Gpu) else (1, 128)
-        self._rates = Rates(chip.matmul_flops, chip.vector_flops, chip.memory_bandwidth, cores)
+        self._chip, lanes = chip, chip.lanes if isinstance(chip, Gpu) else 128
         # 16 exponentials a clock and core: compute capabilities 8.0, 9.0 and 10.0 (`CostModel.special_function_cost`).
         fitted = CostModel(matmul_efficiency=chip.matmul_efficiency, special_function_cost=lanes / 16)
         self._model = model or fitted
@@ -92,21 +87,20 @@ class Schedule:
         if (target := unknown_work(step)) is not None:
             self._warn(f"the work inside {target} is unknown: timed by its bytes alone", step)
         work = cost(step, computation, self.program)
-        duration = seconds(work, self._rates, self._model)
+        duration = seconds(work, self._chip, self._model)
         return TimedOp("kernel", step, duration, work.bytes, work) if work.launches else None
 
     def _collectives(self, step: Instruction) -> Iterator[tuple[float, float]]:
         if step.kind in KINDS:
             c = collective_of(step, self.program)
             payload = c.payload_bytes if c.group_size > 1 else 0
-            yield collective_seconds(c.kind, payload, c.groups, self.target) if payload else 0.0, payload
+            yield collective_cost(c.kind, payload, c.groups, self.target).seconds if payload else 0.0, payload
         elif step.kind in ("fusion", "async", "custom-call"):
             for name in (name for names in step.called.values() for name in names):
                 for inner in self.program[name]:
                     yield from self._collectives(inner)
 
     def _loop(self, step: Instruction) -> TimedOp:
-        """Return a loop: its body, and its condition if the trip count is unknown."""
         (body,), (condition,) = step.called["body"], step.called["condition"]
         if step.trip_count is not None:
             return TimedOp("loop", step, inner=(body,), trips=step.trip_count)
@@ -134,38 +128,28 @@ class Schedule:
         return lanes
 
     def longest_branch(self, op: TimedOp) -> str:
-        """Return the branch of a conditional with the most busy seconds."""
         return max(op.inner, key=lambda name: self.busy(name)[COMPUTE] + self.busy(name)[COMMUNICATION])
 
 
-# Collectives on the target's links.
-
 Groups = tuple[tuple[int, ...], ...]
-NOTHING = CollectiveCost(0.0, 0.0, "none")
-
 # "How to Scale Your Model" (jax-ml/scaling-book), "A note on ICI latency": about a microsecond a hop between chips.
 _TORUS_HOP = 1e-6
 
 
-def collective_seconds(kind: str, payload_bytes: float, groups: Groups, target: Target) -> float:
-    """Return `collective_cost(...).seconds`, for one execution."""
-    return collective_cost(kind, payload_bytes, groups, target).seconds
-
-
 def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> CollectiveCost:
-    """Return the time of one execution of a collective; a group of one device takes none."""
-    if kind not in (kinds := (*RINGS, *DIRECT, "collective-broadcast")):
-        raise UserError(f"the cost of a collective is known for {', '.join(kinds)}; given {kind!r}: name one of these")
+    if kind not in KINDS:
+        raise UserError(f"the cost of a collective is known for {', '.join(KINDS)}; given {kind!r}: name one of these")
     if target.chip is None:
         raise UserError(f"a collective is timed by published link rates; given {target}: choose a GPU or TPU target")
-    chip, worst = target.chip, NOTHING
-    for group in _grouped(groups, target.per_host, len(target.devices)):
+    chip = target.chip
+
+    def cost(group: Group) -> CollectiveCost:
         if isinstance(chip, Gpu):
-            cost = group_cost(kind, payload_bytes, group, chip)
-        else:
-            cost = _torus(kind, payload_bytes, group, chip, target)
-        worst = max(worst, cost, key=lambda cost: cost.seconds)
-    return worst
+            return group_cost(kind, payload_bytes, group, chip)
+        return _torus(kind, payload_bytes, group, chip, target.shape)
+
+    costs = map(cost, _grouped(groups, target.per_host, len(target.devices)))
+    return max(costs, key=lambda cost: cost.seconds, default=CollectiveCost(0.0, 0.0, "none"))
 
 
 @functools.lru_cache(maxsize=256)
@@ -184,13 +168,10 @@ def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[Group, ...]:
     return tuple(sorted(distinct))
 
 
-def _torus(kind: str, payload: float, group: Group, chip: Chip, target: Target) -> CollectiveCost:
-    """Return the time on a TPU slice: rings along all axes of the torus, both directions, the whole interconnect.
-
-    Optimistic for a group along one axis, and for slices too small for closed rings.
-    """
+def _torus(kind: str, payload: float, group: Group, chip: Chip, shape: str) -> CollectiveCost:
+    """Return the optimistic time of rings along all axes of a TPU slice's torus, in both directions."""
     n = group.members
     rounds = RINGS.get(kind, 1)
     wire = payload if kind in ("collective-permute", "collective-broadcast") else rounds * payload * (n - 1) / n
-    hops = rounds * sum(max(int(axis) // 2, 1) for axis in target.shape.split("x") if axis != "1")
+    hops = rounds * sum(max(int(axis) // 2, 1) for axis in shape.split("x") if axis != "1")
     return CollectiveCost(hops * _TORUS_HOP, wire / (chip.link_bandwidth * chip.link_efficiency), "torus")

@@ -1,16 +1,11 @@
 """The schedule of a compiled step, simulated on three lanes: when it computes and when it waits.
 
-`timeline(program, target)` takes the step's timed operations (`operations.py`) and walks the entry in the order of
-launch: a kernel advances the compute lane; an asynchronous start queues its collective on the communication lane, and
-its done makes compute wait for it; a synchronous collective holds both. Copies from and to host memory queue on a third
-lane, one at a time. A loop's rounds are walked until two take equally long; the rest repeat them.
-
-While compute waits, communication is exposed, or the step waits for the host: compute + both = step. The model assumes
-that lanes do not slow each other, that the host launches in time, and that kernels do not share data in the cache.
-`parts` divides the seconds of computing by kind of work.
+`timeline` walks the entry's timed operations (`operations.py`) in the order of launch. A kernel advances the compute
+lane. An asynchronous start queues its collective on the communication lane, or its copy from or to host memory on the
+host's, and its done makes compute wait. A synchronous operation holds both lanes. A loop's rounds are walked until two
+take equally long. The model assumes that lanes do not slow each other, that the host launches in time, and that kernels
+do not share data in the cache.
 """
-
-from __future__ import annotations
 
 import re
 from collections import Counter
@@ -77,8 +72,8 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
             flops += op.cost.flops * times
     walk = _Walk(schedule)
     walk.computation(program.entry)
-    walk.wait_for_host(walk.host)  # for the last copies
-    step, caveats, events = max(walk.compute, walk.lane), list(schedule.caveats), walk.events
+    walk.wait(HOST, walk.free[HOST])  # for the last copies
+    step, caveats, events = max(walk.free.values()), list(schedule.caveats), walk.events
     if len(events) > MOST_EVENTS:
         events = sorted(events, key=lambda event: event.seconds)[-MOST_EVENTS:]
         caveats.append(f"only the {MOST_EVENTS} longest events are shown")
@@ -104,52 +99,39 @@ class _Walk:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        # seconds at which the compute, communication and host lanes are free
-        self.compute = self.lane = self.host = 0.0
+        self.free: dict[str, float] = {COMPUTE: 0.0, COMMUNICATION: 0.0, HOST: 0.0}  # seconds at which lanes are free
         self.host_wait = 0.0  # seconds that compute waited for the host's lane
         self.events = list[Event]()
         self.recording = True  # operations become events
 
     def computation(self, name: str) -> None:
-        """Execute a computation once."""
-        pending, copies = dict[str, float](), dict[str, float]()
+        pending = dict[str, tuple[str, float]]()  # start of an asynchronous operation -> its lane, its end in seconds
         for op in self.schedule.operations(name):
             match op.kind:
-                case "kernel":
-                    self._record(op, self.compute)
-                    self.compute += op.seconds
-                case "start" | "sync":
-                    begin = max(self.compute, self.lane)
-                    self._record(op, begin)
-                    self.lane = begin + op.seconds
-                    if op.kind == "start":
-                        pending[op.step.name] = self.lane
-                    else:
-                        self.compute = self.lane
-                case "host start" | "host sync":
-                    begin = max(self.compute, self.host)
-                    self._record(op, begin)
-                    self.host = begin + op.seconds
-                    if op.kind == "host start":
-                        copies[op.step.name] = self.host
-                    else:
-                        self.wait_for_host(self.host)
-                case "done" if op.step.operands[0] in copies:
-                    self.wait_for_host(copies.pop(op.step.operands[0]))
                 case "done":
-                    self.compute = max(self.compute, pending.pop(op.step.operands[0], 0.0))
+                    self.wait(*pending.pop(op.step.operands[0], (COMMUNICATION, 0.0)))
                 case "loop":
                     self._loop(op)
                 case "branch":
                     self.computation(self.schedule.longest_branch(op))
-                case _:
+                case "call":
                     for inner in op.inner:
                         self.computation(inner)
+                case _:
+                    lane = LANES[op.kind]
+                    begin = max(self.free[COMPUTE], self.free[lane])
+                    self._record(op, begin)
+                    self.free[lane] = begin + op.seconds
+                    if op.kind.endswith("start"):
+                        pending[op.step.name] = (lane, self.free[lane])
+                    else:
+                        self.wait(lane, self.free[lane])
 
-    def wait_for_host(self, until: float) -> None:
-        """Make compute wait for a copy that ends at `until`."""
-        self.host_wait += max(0.0, until - self.compute)
-        self.compute = max(self.compute, until)
+    def wait(self, lane: str, until: float) -> None:
+        """Make compute wait for an operation of `lane` that ends at `until`."""
+        if lane == HOST:
+            self.host_wait += max(0.0, until - self.free[COMPUTE])
+        self.free[COMPUTE] = max(self.free[COMPUTE], until)
 
     def _loop(self, op: TimedOp) -> None:
         previous, outer = None, self.recording
@@ -157,26 +139,24 @@ class _Walk:
             if i == _ROUNDS_SHOWN:
                 self._record_remaining_rounds(op)
                 self.recording = False
-            compute, waited, lag = self.compute, self.host_wait, self._lag()
+            begin, waited, lag = self.free[COMPUTE], self.host_wait, self._lag()
             for inner in op.inner:
                 self.computation(inner)
-            advance = self.compute - compute
+            advance = self.free[COMPUTE] - begin
             equal = _STEADY * advance
             lag_change = max(abs(now - before) for now, before in zip(self._lag(), lag, strict=True))
             if previous is not None and abs(advance - previous) <= equal and lag_change <= equal:
                 remaining = op.trips - 1 - i
                 if i == _ROUNDS_SHOWN - 1 and remaining:
                     self._record_remaining_rounds(op)
-                self.compute, self.lane = self.compute + remaining * advance, self.lane + remaining * advance
-                self.host += remaining * advance
+                self.free = {lane: seconds + remaining * advance for lane, seconds in self.free.items()}
                 self.host_wait += remaining * (self.host_wait - waited)
                 break
             previous = advance
         self.recording = outer
 
-    def _lag(self) -> tuple[float, float]:
-        """Return how far the communication and host lanes are ahead of compute."""
-        return max(0.0, self.lane - self.compute), max(0.0, self.host - self.compute)
+    def _lag(self) -> list[float]:
+        return [max(0.0, seconds - self.free[COMPUTE]) for seconds in self.free.values()]
 
     def _record(self, op: TimedOp, start: float) -> None:
         if self.recording and op.seconds:
@@ -186,13 +166,12 @@ class _Walk:
     def _record_remaining_rounds(self, op: TimedOp) -> None:
         if not self.recording:
             return
-        times, busy = op.trips - _ROUNDS_SHOWN, Counter[str]()
-        for name in op.inner:
-            busy += self.schedule.busy(name)
+        times = op.trips - _ROUNDS_SHOWN
+        busy = sum((self.schedule.busy(name) for name in op.inner), Counter[str]())
         what, source = self._origin(op)
-        for lane, free in {COMPUTE: self.compute, COMMUNICATION: self.lane, HOST: self.host}.items():
+        for lane, free in self.free.items():
             if seconds := times * busy[lane]:
-                start, words = max(self.compute, free), f"{what}: {times} more rounds"
+                start, words = max(self.free[COMPUTE], free), f"{what}: {times} more rounds"
                 self.events.append(Event(op.step.name, lane, start, seconds, words, source, times))
 
     def _origin(self, op: TimedOp) -> tuple[str, str | None]:
@@ -204,7 +183,6 @@ _COPIES = ("copy", "dynamic_slice", "dynamic_update_slice", "transpose", "squeez
 
 
 def _part(op: TimedOp) -> str:
-    """Return the kind of a kernel's work; "attention" means fused kernels."""
     if op.cost.flops:
         return ATTENTION if op.cost.attention else PRODUCTS
     name, operation = op.step.op_name, (op.step.op_name or op.step.kind).rpartition("/")[2]

@@ -1,5 +1,4 @@
-"""The traffic of a step, compared with its strategy's promise.
+"""The traffic of a step (`sends.py`), compared with its strategy's promise: `theory.py`, `contract.py`.
 
-`theory.py` is the promise and `contract.py` the comparison. `origin.py` finds the source line and the parameter of a
-collective's tensors. `breaches.py` and `symptoms.py` report faults, `sends.py` each tensor by source line.
+`origin.py` finds the line and the parameter of a tensor, `breaches.py` and `symptoms.py` report faults.
 """

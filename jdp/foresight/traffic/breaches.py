@@ -1,18 +1,14 @@
 """Why a program breaks the contract: the collective, the parameter, the source line, and the fix.
 
-If a kind of collective exceeds its promise along the batch axes, each of its tensors is compared with the promise:
-1. no parameter has its shape: something else is sent;
-2. the row does not name the kind: a leaf that could not be sharded, or a gradient that is reduced unsharded;
-3. it runs for every microbatch, but is promised once a step;
-4. its parameters' share of the promise is used up: its elements are wider than promised, or it is sent too often.
-Tensors with the same fault share one sentence (`Fault`); sentences are sorted by the bytes they explain. Every program
-is searched for traffic that belongs to no parameter (1, `strays`), whether it keeps its contract or not.
+Each tensor of a kind of collective that exceeds its promise is compared with the promise. No parameter has its shape,
+the row does not name the kind, or it runs for every microbatch but is promised once a step. Or its parameters' share is
+used up, because its elements are wider than promised or it is sent too often. Tensors with the same fault share one
+sentence (`Fault`). Traffic that belongs to no parameter (`strays`) is reported even if the contract is kept.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jdp.base.formatting import format_bytes, listed
 from jdp.core.reading.collectives import UPDATE, Issued
@@ -29,8 +25,7 @@ _MENTIONED = 0.002  # of theory: a fault that explains less gets no sentence, un
 _COMPLETE = "Use an elementwise optimizer, or jdp.muon, which divides the matrices among the devices."
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """The fault of a tensor."""
 
     words: str  # a clause
@@ -65,10 +60,7 @@ class Fault:
 
 
 def strays(collectives: Iterable[MeshCollective], promised: Theory, reading: Reading, step: Step) -> list[Fault]:
-    """Return traffic along the batch axes without a parameter's shape: activations, data; most bytes first.
-
-    Planned batch norm statistics, and tensors no larger than counts and metrics, are left out.
-    """
+    """Return traffic along the batch axes without a parameter's shape, most bytes first; not counts and metrics."""
     tensors = _tensors((each for each in collectives if each.over_batch), promised, reading)
     unknown = ((each, piece) for each, piece in tensors if not reading.parameters.like(piece.dims))
     faults = _Judge(promised, reading.parameters, step).faults(unknown)
@@ -168,9 +160,8 @@ class _Judge:
         paths, remedy = tuple(placement.path for placement in parameters), self._manual(c.kind, piece)
         if c.kind == "all-reduce" and all(path in self.promised.unsharded.paths for path in paths):
             rounds = step.settings.accumulate if row.reduce_each_microbatch else 1
-            planned = (
-                rounds * step.settings.precision.reduce_dtype.itemsize * self.parameters.working_elements(parameters)
-            )
+            elements = rounds * self.parameters.working_elements(parameters)
+            planned = step.settings.precision.reduce_dtype.itemsize * elements
             left = self._use_up(("unsharded", paths), planned, size)
             if size <= left:
                 return None
@@ -244,7 +235,6 @@ class _Judge:
         return "Use partitioning='manual': each device sums its own gradients first, and all synchronise once."
 
     def _keep_local(self) -> str:
-        """Return the remedy: keep a tensor on its device."""
         if self.step.partitioning == "manual":
             return "The loss requests it: remove that collective, or accept its traffic as part of the loss."
         return (

@@ -1,18 +1,16 @@
 """Whether a compiled step keeps the communication contract: its traffic, compared with `theory.py`.
 
-1. `collectives_on` places each collective of the program: its mesh axes, inside or outside the loop over microbatches.
-   Collectives along the model's own axes only are counted separately. So are batch norm statistics and metrics
-   (`origin.BatchStatistics`), up to their size.
-2. `compare` decides. A step keeps the contract if a device sends at most 1.02 times the theory's bytes along the batch
-   axes. Each kind of collective that the row does not name may send at most 1% of them, and so may traffic that belongs
-   to no parameter (`breaches.strays`). zero3's gathers alone may send at most 1.02 times the gathers of the trace. The
-   plan all-reduces gradients of parameters too small to shard (`theory.Unsharded`), within the same total.
+A step keeps the contract if a device sends at most 1.02 times the theory's bytes along the batch axes. Each kind of
+collective that the row does not name may send at most 1% of them, and so may traffic that belongs to no parameter
+(`breaches.strays`). zero3's gathers alone may send at most 1.02 times the gathers of the trace. The plan all-reduces
+gradients of parameters too small to shard (`theory.Unsharded`), within the same total. Collectives along the model's
+own axes only, batch norm statistics and metrics are counted separately (`origin.BatchStatistics`).
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -28,9 +26,6 @@ SLACK = 0.01
 """Share of theory for any other kind of collective, beside `Unsharded`: scalars, indivisible leaves."""
 TINY = 256
 """Bytes: sums of no parameter's shape up to this size are counts and metrics."""
-
-
-# The program's traffic.
 
 
 @dataclass(frozen=True)
@@ -96,9 +91,6 @@ def axes_along(groups: tuple[tuple[int, ...], ...], mesh: Mesh) -> tuple[str, ..
     return tuple(name for name, differs in zip(mesh.axis_names, varies, strict=True) if differs)
 
 
-# The comparison.
-
-
 @dataclass(frozen=True)
 class Row:
     """One kind of collective: bytes promised and bytes sent."""
@@ -116,7 +108,6 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Payload sent / payload expected; None if none is expected."""
         return self.found_bytes / self.expected_bytes if self.expected_bytes else None
 
     def to_json(self) -> dict[str, Any]:
@@ -124,7 +115,6 @@ class Row:
         return {**asdict(self), "ratio": self.ratio}
 
     def cells(self) -> tuple[str, str, str, str, str, str]:
-        """Return the cells of a table: kind, expected, found, ratio, in the microbatch loop, wire a device."""
         looped = "no"
         if self.in_loop_bytes:
             looped = "yes" if self.in_loop_bytes == self.found_bytes else f"{format_bytes(self.in_loop_bytes)} of it"
@@ -132,28 +122,24 @@ class Row:
         return self.kind, expected, format_bytes(self.found_bytes), ratio, looped, format_bytes(self.wire_bytes)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether a program keeps the contract."""
 
     kept: bool  # it does
     wire_bytes: float  # bytes that each device sends a step along the batch axes
     theory_wire_bytes: float  # bytes promised
     rows: tuple[Row, ...]  # by kind, promised kinds first
-    model_axes: tuple[Row, ...] = field(default=())  # along the model's own axes only: nothing is promised
-    statistics: Row | None = None  # batch norm statistics, if any
+    model_axes: tuple[Row, ...]  # along the model's own axes only: nothing is promised
+    statistics: Row | None  # batch norm statistics, if any
 
     @property
     def ratio(self) -> float:
-        """Wire bytes sent / promised; 0 on a single device, where nothing is promised."""
         return self.wire_bytes / self.theory_wire_bytes if self.theory_wire_bytes else 0.0
 
 
-def compare(collectives: Iterable[MeshCollective], promised: Theory, stray_bytes: float = 0.0) -> Verdict:
-    """Compare a program's traffic with the promise."""
-    counted, along_model = list[MeshCollective](), list[MeshCollective]()
-    for each in collectives:
-        (counted if each.over_batch else along_model).append(each)
+def compare(collectives: Sequence[MeshCollective], promised: Theory, stray_bytes: float = 0.0) -> Verdict:
+    counted = [placed for placed in collectives if placed.over_batch]
+    along_model = [placed for placed in collectives if not placed.over_batch]
     total, bound = sum(each.wire_bytes for each in counted), promised.wire_bytes
     kinds = dict.fromkeys((*promised.payload_bytes, *(each.collective.kind for each in counted)))
     rows = tuple(_row(kind, counted, promised) for kind in kinds)
@@ -162,9 +148,8 @@ def compare(collectives: Iterable[MeshCollective], promised: Theory, stray_bytes
     checked |= promised.packed.keys()
     each_kept = all(row.kept for row in rows if not promised.of_kind(row.kind) or row.kind in checked)
     kept = total <= TOLERANCE * bound and each_kept and stray_bytes <= SLACK * bound
-    model_axes = tuple(
-        _row(kind, along_model, None) for kind in dict.fromkeys(each.collective.kind for each in along_model)
-    )
+    kinds_along_model = dict.fromkeys(placed.collective.kind for placed in along_model)
+    model_axes = tuple(_row(kind, along_model, None) for kind in kinds_along_model)
     return Verdict(kept, total, bound, rows, model_axes, _statistics_row(counted, promised))
 
 

@@ -1,12 +1,9 @@
 """The origin of a collective: the loop around it, its tensors, their source lines, their parameters.
 
-1. The loop: a collective runs once a microbatch if a `while` around it is the scan over the microbatches.
-2. The tensors: XLA joins many into one collective, and flattens an all-reduce's into one vector; both are undone.
-3. The source line: the innermost line in jax's traceback that the user wrote.
-4. The parameters: those with a tensor's shape, whole or one device's shard, stacked or one layer's slice. A shape is
-   evidence, not proof.
-
-`Reading` is a compiled step together with its known arguments. Every report is made from a `Reading`.
+A collective runs once a microbatch if a `while` around it is the scan over the microbatches. XLA joins many tensors
+into one collective and flattens an all-reduce's; both are undone. A tensor's source line is the innermost line in jax's
+traceback that the user wrote. Its parameters are those with its shape, whole or one device's shard, stacked or one
+layer's slice: evidence, not proof. Every report is made from a `Reading`, a step with its known arguments.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -32,8 +30,7 @@ Names = dict[str, Instruction]
 """The instructions of one computation, in schedule order."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One tensor of a collective."""
 
     dtype: str  # on one device
@@ -42,19 +39,13 @@ class Piece:
     source_line: str | None = None  # "file:line" of the collective; else of the tensor's producer or consumer
 
 
-@dataclass(frozen=True)
 class Sites:
-    """A program's call graph, from each instruction up to its callers."""
+    """The call graph of a step with `accumulate` microbatches, from each instruction up to its callers."""
 
-    program: Program  # the compiled step
-    accumulate: int = 1  # its microbatches, K
-    _computation_of: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict[str, str])
-    _callers: dict[str, tuple[str, Instruction]] = field(
-        init=False, repr=False, compare=False, default_factory=dict[str, tuple[str, Instruction]]
-    )
-
-    def __post_init__(self) -> None:
-        for computation, steps in self.program.computations.items():
+    def __init__(self, program: Program, accumulate: int) -> None:
+        self.program, self.accumulate = program, accumulate
+        self._computation_of, self._callers = dict[str, str](), dict[str, tuple[str, Instruction]]()
+        for computation, steps in program.computations.items():
             for step in steps:
                 self._computation_of[step.name] = computation
                 for called in (name for names in step.called.values() for name in names):
@@ -85,9 +76,8 @@ class Sites:
     def in_accumulation_loop(self, collective: Collective) -> bool:
         """Return True if a collective runs for every microbatch.
 
-        The call graph decides, not jax's path to the operation: instructions that XLA moved out of the loop run once.
-        Only if XLA peeled rounds off the loop (its trip count is not K), the path shows whether an instruction outside
-        is a copy of one inside.
+        The call graph decides: instructions that XLA moved out of the loop run once. Only if XLA peeled rounds off the
+        loop (its trip count is not K), jax's path shows whether an instruction outside is a copy of one inside.
         """
         if self.accumulate == 1:
             return False
@@ -110,10 +100,10 @@ class Sites:
             sources = self._concatenated(operand, names)
             shapes = [dims if source is operand else _unflattened(source, names) for source in sources]
             sizes = [array_bytes(dtype, shape) for shape in shapes]
-            whole = times * array_bytes(dtype, dims)
+            total = times * array_bytes(dtype, dims)
             for source, shape, size in zip(sources, shapes, sizes, strict=True):
                 line = self._source_line(collective, index, source, names)
-                pieces.append(Piece(dtype, shape, whole * size // max(sum(sizes), 1), line))
+                pieces.append(Piece(dtype, shape, total * size // max(sum(sizes), 1), line))
         return pieces
 
     def _source_line(self, collective: Collective, index: int, made_by: Instruction, names: Names) -> str | None:
@@ -130,8 +120,7 @@ class Sites:
             return [names[name] for name in operand.operands]
         for called in operand.called.get("calls", ()):
             inner = self.program.by_name[called]
-            root = next((step for step in inner.values() if step.is_root), None)
-            if root is not None and root.opcode == "concatenate":
+            for root in (step for step in inner.values() if step.is_root and step.opcode == "concatenate"):
                 numbers = [inner[name].parameter_number for name in root.operands]
                 if None not in numbers:
                     return [names[operand.operands[number]] for number in numbers if number is not None]
@@ -148,7 +137,6 @@ def _in_scan(op_name: str | None) -> bool:
 
 
 def _upwards(step: Instruction, names: Names, steps: int = 8) -> Iterator[Instruction]:
-    """Yield an instruction, its first operand, that one's first operand, and so on."""
     for _ in range(steps):
         yield step
         above = next((names[name] for name in step.operands if name in names), None)
@@ -163,8 +151,7 @@ def _uses(name: str, index: int, alone: bool, names: Names, steps: int = 8) -> I
     for step in names.values():
         if not steps or reached.isdisjoint(step.operands):
             continue
-        is_element = step.opcode == "get-tuple-element" and not alone
-        if is_element and step.attribute("index") != str(index):
+        if step.opcode == "get-tuple-element" and not alone and step.attribute("index") != str(index):
             continue
         reached.add(step.name)
         if alone or not step.opcode.endswith("-done"):  # a joined collective's done has the lines of its first tensor
@@ -173,7 +160,6 @@ def _uses(name: str, index: int, alone: bool, names: Names, steps: int = 8) -> I
 
 
 def _unflattened(flat: Instruction, names: Names) -> tuple[int, ...]:
-    """Return the dimensions that a flat tensor had before it was flattened."""
     dims = flat.shapes[0][1]
     for above in _upwards(flat, names):
         if len(above.shapes) != 1 or math.prod(above.shapes[0][1]) != math.prod(dims):
@@ -184,8 +170,6 @@ def _unflattened(flat: Instruction, names: Names) -> tuple[int, ...]:
             break
     return dims
 
-
-# Source lines.
 
 _LIBRARIES = re.compile(r"/(?:site-packages|dist-packages)/(?:jax|jaxlib|flax|optax|equinox|haliax)/")
 _OWN = re.compile(rf"{re.escape(_PACKAGE)}/(?!models/)")
@@ -209,11 +193,7 @@ def users_line(source_lines: Iterable[str]) -> str | None:
 
 
 def is_own_line(line: str) -> bool:
-    """Return True for a line of jdp, whose models are the user's."""
     return _OWN.match(line.replace("\\", "/")) is not None
-
-
-# Parameters.
 
 
 @dataclass(frozen=True)
@@ -226,7 +206,6 @@ class Parameters:
 
     @classmethod
     def of(cls, plan: Plan, state: TrainState) -> Parameters:
-        """Return the parameters of a state on the plan's mesh."""
         placements: list[Placement] = jax.tree.leaves(plan.param_placements(state.params, state.static))
         return cls(tuple(placements), dict(plan.mesh.shape))
 
@@ -234,8 +213,7 @@ class Parameters:
         """Return the parameters with these dimensions, in any order and without dimensions of 1: XLA chooses layouts.
 
         The order of preference: the working copy or the shard; one layer of either; the global array. Then all shards,
-        or those of one layer, along a dimension of their own, as CPUs gather them. Last, for steps that jdp did not
-        make, the matrix that XLA makes from an array with more dimensions, such as heads, for a product.
+        or those of one layer, along a dimension of their own, as CPUs gather them. Last, a matrix, for others' steps.
         """
         key = _key(dims)
         return next((tuple(table[key]) for table in self._tables if key and key in table), ())
@@ -275,7 +253,6 @@ class Parameters:
         )
 
     def working_elements(self, placements: Iterable[Placement]) -> int:
-        """Return the number of elements of these parameters' working copies on a device."""
         return sum(math.prod(self.local(placement)) for placement in placements)
 
 
@@ -329,5 +306,4 @@ class Reading:
 
     @cached_property
     def sites(self) -> Sites:
-        """The program's call graph."""
         return Sites(self.compiled.program, self.accumulate)

@@ -3,8 +3,6 @@
 Under zero3 also the gathers of each parameter in the step's trace, by layer or at the top.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -57,13 +55,11 @@ def sent_by(reading: Reading, collectives: Sequence[MeshCollective]) -> tuple[Se
             wire = c.wire_bytes * piece.payload_bytes / max(c.payload_bytes, 1)
             key = (c.kind, piece.dtype, piece.dims, axes, each.over_batch, piece.source_line, like)
             before = sent.get((*key, c.caveats), Sent(*key, 0, 0.0, c.caveats))
-            after = replace(before, count=before.count + c.count, wire_bytes=before.wire_bytes + wire)
-            sent[*key, c.caveats] = after
+            sent[*key, c.caveats] = replace(before, count=before.count + c.count, wire_bytes=before.wire_bytes + wire)
     return tuple(sorted(sent.values(), key=lambda entry: -entry.wire_bytes))
 
 
 def sent_table(sent: Sequence[Sent]) -> list[tuple[str, ...]]:
-    """Return headings, and a row for each of the largest tensors."""
     rows = [("collective", "tensor", "times", "axes", "wire a device", "at", "the shape of")]
     for each in sent[:_LISTED]:
         tensor, like = f"{each.dtype}{list(each.dims)}", listed(each.like, 2) or "no argument"
@@ -75,17 +71,18 @@ def sent_table(sent: Sequence[Sent]) -> list[tuple[str, ...]]:
 
 def activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each line that sends tensors without an argument's shape along the batch's axes."""
-    total, lines = sum(each.wire_bytes for each in sent), dict[str | None, list[Sent]]()
-    for each in sent:
-        if each.over_batch and not each.like:
-            lines.setdefault(each.source, []).append(each)
-    for line, those in sorted(lines.items(), key=lambda pair: -sum(each.wire_bytes for each in pair[1]))[:_LINES]:
-        wire = sum(each.wire_bytes for each in those)
+    total, by_line = sum(tensor.wire_bytes for tensor in sent), dict[str | None, list[Sent]]()
+    for tensor in sent:
+        if tensor.over_batch and not tensor.like:
+            by_line.setdefault(tensor.source, []).append(tensor)
+    sums = {line: sum(tensor.wire_bytes for tensor in tensors) for line, tensors in by_line.items()}
+    for line, wire in sorted(sums.items(), key=lambda pair: -pair[1])[:_LINES]:
         if wire >= _SHARE * total and wire > TINY:
-            kinds = ", ".join(f"{each.kind} of {each.dtype}{list(each.dims)}" for each in those[:2])
+            tensors = by_line[line]
+            kinds = ", ".join(f"{tensor.kind} of {tensor.dtype}{list(tensor.dims)}" for tensor in tensors[:2])
             yield (
                 f"Activations: {format_bytes(wire)} a device, {format_percent(wire / total)} of its traffic, are "
-                f"{kinds}{' and others' * (len(those) > 2)}{f' ({line})' if line else ''}: no argument has these "
+                f"{kinds}{' and others' * (len(tensors) > 2)}{f' ({line})' if line else ''}: no argument has these "
                 f"shapes, so activations or parts of the batch travel along {', '.join(batch_axes)}. Keep each row on "
                 "its device: apply jax.lax.with_sharding_constraint(x, "
                 f"PartitionSpec({', '.join(map(repr, batch_axes))})) to that line's inputs."
@@ -135,10 +132,8 @@ def like_zero2(gathered: Sequence[Gather], accumulate: int) -> str:
         return ""
     remedy = "run the layers through jdp.scan_layers, which gathers one at a time; cast weights inside the block"
     if layered:
-        remedy = (
-            "only parameters that reach jdp.scan_layers unchanged are gathered by layer; cast or reshape them inside "
-            "the block"
-        )
+        unchanged = "only parameters that reach jdp.scan_layers unchanged are gathered by layer"
+        remedy = f"{unchanged}; cast or reshape them inside the block"
     return (
         f"This zero3 holds its weights like zero2: {format_bytes(top)} of {format_bytes(top + layered)} gathered "
         f"weights a device ({format_percent(top / (top + layered))}) are gathered at the top of the step and held "

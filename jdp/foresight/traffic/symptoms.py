@@ -1,11 +1,7 @@
-"""Signs that a compiled step does something unintended.
+"""Signs that a compiled step does something unintended, a sentence each, with a source line if the program has it.
 
-1. Resharding: XLA could not go from one sharding to another and copied a whole tensor to every device.
-2. Random numbers: keys or random bits travel between devices, although each could draw its own.
-3. The host: the step waits for it (debug prints, callbacks, memory on the host).
-4. Donation: a leaf of the state is not updated in place, so it is held twice.
-
-Each is a sentence that names a parameter or an operation, and a source line if the program has it.
+A tensor is copied whole to every device because XLA could not go from one sharding to another. Keys or random bits
+travel between devices. The step waits for the host. A donated leaf is not updated in place, so it is held twice.
 """
 
 import math
@@ -38,8 +34,6 @@ def _at(line: str | None) -> str:
     return f" ({line})" if line else ""
 
 
-# Resharding.
-
 _OPERATION = re.compile(r"HLO operation:? %?[\w.\-]+ = (\S+)(?:.*?op_name=\"((?:[^\"\\]|\\.)*)\")?")
 _CHANGE = re.compile(r"from sharding (\{.*\}) to (\{.*\}) (?:without|efficiently)")
 _TILES = re.compile(r"devices=\[([\d,]+)\]")
@@ -65,10 +59,7 @@ def _resharded(compiled: Compiled, parameters: Parameters) -> Iterator[str]:
 
 
 def _global_dims(local: tuple[int, ...], sharding: str) -> tuple[int, ...]:
-    """Return the global dimensions of a shard: its dimensions times the tiles of its sharding.
-
-    jax 0.10 prints `{devices=[4,1,2]<=[8] …}`, jax 0.12 `{mesh['data'=4,'model'=2], [{'data'}, {}]}`.
-    """
+    """Return a shard's dimensions times the tiles of its sharding, printed as by jax 0.10 (`devices=`) or 0.12."""
     if tiles := _TILES.search(sharding):
         counts = [int(tile) for tile in tiles[1].split(",")]
     elif mesh := _MESH.search(sharding):
@@ -81,10 +72,7 @@ def _global_dims(local: tuple[int, ...], sharding: str) -> tuple[int, ...]:
 
 
 def _copied_at(dims: tuple[int, ...], op_name: str, compiled: Compiled) -> str | None:
-    """Return a copy's source line: of a collective that makes the whole tensor, for the same operation or a sibling.
-
-    The warning's own line is invalid in the compiled program, because XLA renumbers the stack frames.
-    """
+    """Return the line of a collective that makes the whole tensor; the warning's own is invalid in the program."""
     parent = op_name.rpartition("/")[0]
     same_shape = [c for c in compiled.collectives if any(sorted(shape) == sorted(dims) for _, shape in c.shapes)]
     exact = [c for c in same_shape if c.op_name == op_name]
@@ -92,8 +80,6 @@ def _copied_at(dims: tuple[int, ...], op_name: str, compiled: Compiled) -> str |
     lines = (line_of(c.source_lines) for c in (*exact, *siblings, *same_shape))
     return next((line for line in lines if line), None)
 
-
-# Random numbers.
 
 # jax's names for random draws: primitives (random_bits, threefry2x32) and the functions around them (_bernoulli).
 _DRAWS = re.compile(
@@ -118,8 +104,6 @@ def _random(reading: Reading) -> Iterator[str]:
         )
 
 
-# The host.
-
 _CALLBACK = re.compile(r'custom_call_target="([^"]*callback[^"]*)"')
 _TRANSFERS = ("infeed", "outfeed", "send", "recv")
 
@@ -133,40 +117,33 @@ def _host(program: Program, *, offloads: bool) -> Iterator[str]:
                 f"The host: {operation} calls back into Python ({callback[1]}){_line(program, step)}, and the step "
                 "waits. Remove it, or return its values as metrics."
             )
-        elif step.opcode in _TRANSFERS:
-            channel = "the host" if "is_host_transfer=true" in step.line or "feed" in step.opcode else "a peer"
-            if channel == "the host":
-                moved = format_bytes(step.result_bytes)
-                yield f"The host: {step.opcode} moves {moved} to or from it inside the step{_line(program, step)}."
+        elif step.opcode in _TRANSFERS and ("feed" in step.opcode or "is_host_transfer=true" in step.line):
+            moved = format_bytes(step.result_bytes)
+            yield f"The host: {step.opcode} moves {moved} to or from it inside the step{_line(program, step)}."
         elif step.opcode in ("copy", "copy-start") and HOST_MEMORY in step.type and not offloads:
             copied = max(array_bytes(dtype, dims) for dtype, dims in step.shapes)
-            line = _line(program, step)
-            yield f"The host: {format_bytes(copied)} are copied to or from its memory inside the step{line}."
+            moved, line = format_bytes(copied), _line(program, step)
+            yield f"The host: {moved} are copied to or from its memory inside the step{line}."
 
 
 def _line(program: Program, step: Instruction) -> str:
     return _at(line_of(program.source_lines(step)))
 
 
-# Donation.
-
 _MENTIONED_BYTES = 1024
 
 
 def donated_state(program: Program) -> dict[int, str]:
     """Return number -> path of the leaves of a training step's state, which are all donated."""
-    parameters = [(step.parameter_number, step.op_name or "") for step in program[program.entry]]
-    return {
-        number: path_of_name(name) for number, name in parameters if number is not None and name.startswith("state.")
-    }
+    named = program.argument_bytes.items()
+    return {number: path_of_name(name) for number, (name, _) in named if name.startswith("state.")}
 
 
 def _held_twice(program: Program, donated: Mapping[int, str], placing: str) -> Iterator[str]:
-    """Yield a sentence for donated arguments that XLA does not alias with a result."""
-    kept, large = {number for _, number, _ in program.written_into}, dict[str, int]()
+    held, large = donated.keys() - {number for _, number, _ in program.written_into}, dict[str, int]()
     for step in program[program.entry]:
         number = step.parameter_number
-        if number is not None and number in donated.keys() - kept and step.result_bytes >= _MENTIONED_BYTES:
+        if number is not None and number in held and step.result_bytes >= _MENTIONED_BYTES:
             large[donated[number]] = step.result_bytes
     if large:
         first = sorted(large, key=lambda path: -large[path])

@@ -7,14 +7,9 @@ N devices are along `data`, R along `replica` (nothing is sent over replica if R
     ddp       r·Ψ, over all R·N    –               –
     zero1     r·Ψ/N over replica   r·Ψ             c·Ψ
     zero2     r·Ψ/N over replica   K·r·Ψ           c·Ψ
-    zero3     r·Ψ/N over replica   K·r·Ψ           2·K·c·Ψ at most
+    zero3     r·Ψ/N over replica   K·r·Ψ           2·K·c·Ψ at most, read from its own trace
 
 A leaf that no dimension divides is replicated and sent as under ddp: r for each element, over all R·N, once a step.
-
-zero3's gathers are read from its own trace (`core/reading/collectives.py`). Two further kinds of traffic are planned:
-batch norm statistics and metrics (`origin.BatchStatistics`), and gradients of parameters too small to shard
-(`Unsharded`).
-
 Encoded gradients (`wire`) have rows of their own, with b bytes of codes and scales for an element (int8: 1 + 4/256):
 
     ddp        b·Ψ all-to-all and b·Ψ all-gather; leaves with fewer elements than devices × 256 as above
@@ -28,12 +23,10 @@ Encoded gradients (`wire`) have rows of their own, with b bytes of codes and sca
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +48,10 @@ def ring_bytes(kind: str, payload: float, devices: int) -> float:
     return (2 if kind == "all-reduce" else 1) * payload * (devices - 1) / devices
 
 
+Leaf = tuple[int, Placement]
+"""The elements of a parameter on a device, and its placement."""
+
+
 @dataclass(frozen=True)
 class Promise:
     """One cell of the contract's row."""
@@ -69,18 +66,11 @@ class Promise:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends a step."""
         return ring_bytes(self.kind, self.payload_bytes, self.devices)
 
 
-def encoded_reductions(
-    plan: Plan, settings: StepSettings, leaves: Sequence[tuple[int, Placement]], rounds: int
-) -> list[Promise]:
-    """Return the promises of reducing encoded gradients, which have rows of their own in the contract.
-
-    `leaves` are (elements of a device, placement) of each trained parameter; gradients are reduced `rounds` times a
-    step.
-    """
+def encoded_reductions(plan: Plan, settings: StepSettings, leaves: Sequence[Leaf], rounds: int) -> list[Promise]:
+    """Return the promises of reducing the trained parameters' encoded gradients `rounds` times a step."""
     sizes, r, wire = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize, settings.wire
     assert wire is not None
     n, replicas, everyone = sizes[DATA], sizes.get(REPLICA, 1), plan.batch_shards
@@ -88,44 +78,32 @@ def encoded_reductions(
     if plan.row.shard_state:  # parameters too small to shard, as if they were sharded (`Unsharded`)
         whole = [count for count in whole if count >= plan.min_shard_size]
     sharded = [count for count, leaf in leaves if leaf.dim is not None]
-    return [
-        *_scattered(wire, sharded, n, rounds, r),
-        *_summed(wire, [count // n for count in sharded], (REPLICA,), replicas, r),
-        *_summed(wire, whole, plan.batch_axes, everyone, r),
-    ]
+    sums = (
+        (sharded, Promise("reduce-scatter", 0, (DATA,), n, rounds, r, 0)),
+        ([count // n for count in sharded], Promise("all-reduce", 0, (REPLICA,), replicas, 1, r, 0)),
+        (whole, Promise("all-reduce", 0, plan.batch_axes, everyone, 1, r, 0)),
+    )
+    return [promise for counts, plain in sums for promise in _encoded(wire, counts, plain)]
 
 
-def _scattered(wire: Encoding, counts: Sequence[int], devices: int, rounds: int, r: int) -> Iterator[Promise]:
-    codes, plain = _by_encoding(wire, counts, devices)
-    if codes and devices > 1:
-        payload = rounds * devices * sum(row_bytes(wire, count // devices) for count in codes)
-        yield Promise("all-to-all", payload, (DATA,), devices, rounds, 1, sum(codes))
+def _encoded(wire: Encoding, counts: Sequence[int], sums: Promise) -> Iterator[Promise]:
+    """Yield the promises of leaves with these elements: their codes in place of `sums`, and `sums` for the others."""
+    devices, rounds = sums.devices, sums.rounds
+    codes = [count for count in counts if encodes(wire, count, devices)]
+    plain = sum(count for count in counts if not encodes(wire, count, devices))
+    kinds = ("all-to-all", "all-gather") if sums.kind == "all-reduce" else ("all-to-all",)
+    for kind in kinds if codes and devices > 1 else ():
+        payload = rounds * devices * sum(row_bytes(wire, -(-count // devices)) for count in codes)
+        yield replace(sums, kind=kind, payload_bytes=payload, itemsize=1, parameters=sum(codes))
     if plain and devices > 1:
-        yield Promise("reduce-scatter", rounds * r * sum(plain), (DATA,), devices, rounds, r, sum(plain))
-
-
-def _summed(wire: Encoding, counts: Sequence[int], axes: tuple[str, ...], devices: int, r: int) -> Iterator[Promise]:
-    codes, plain = _by_encoding(wire, counts, devices)
-    if devices == 1:
-        return
-    for kind in ("all-to-all", "all-gather") if codes else ():
-        payload = devices * sum(row_bytes(wire, -(-count // devices)) for count in codes)
-        yield Promise(kind, payload, axes, devices, 1, 1, sum(codes))
-    if plain:
-        yield Promise("all-reduce", r * sum(plain), axes, devices, 1, r, sum(plain))
-
-
-def _by_encoding(wire: Encoding, counts: Sequence[int], devices: int) -> tuple[list[int], list[int]]:
-    encoded = [c for c in counts if encodes(wire, c, devices)]
-    return encoded, [c for c in counts if not encodes(wire, c, devices)]
+        yield replace(sums, payload_bytes=rounds * sums.itemsize * plain, parameters=plain)
 
 
 @dataclass(frozen=True)
 class Unsharded:
     """Trained parameters that the plan leaves unsharded under a ZeRO strategy, so their gradients are all-reduced.
 
-    They have fewer than `Plan.min_shard_size` elements. A value above the default counts as the default, because a plan
-    that hardly shards does not keep a ZeRO contract.
+    They have fewer than `Plan.min_shard_size` elements, or than its default: larger values do not keep a contract.
     """
 
     paths: tuple[str, ...] = ()  # of the parameters
@@ -135,7 +113,6 @@ class Unsharded:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends a step."""
         return ring_bytes("all-reduce", self.payload_bytes, self.devices)
 
 
@@ -154,22 +131,15 @@ class Theory:
 
     @property
     def payload_bytes(self) -> dict[str, float]:
-        """kind -> payload a step."""
         kinds = dict.fromkeys(promise.kind for promise in self.promises)
         return {kind: sum(promise.payload_bytes for promise in self.of_kind(kind)) for kind in kinds}
 
     def of_kind(self, kind: str) -> list[Promise]:
-        """Return the promises of one kind of collective; several if it runs along several sets of axes."""
         return [promise for promise in self.promises if promise.kind == kind]
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends a step."""
         return sum(promise.wire_bytes for promise in self.promises)
-
-
-Leaf = tuple[int, Placement]
-"""The elements of a parameter on a device, and its placement."""
 
 
 def theory(
@@ -182,11 +152,7 @@ def theory(
     metrics: tuple[tuple[int, ...], ...] = (),
     exchanged: Mapping[tuple[str, int], int] | None = None,
 ) -> Theory:
-    """Return the row of the contract (the table above) that a training step promises.
-
-    Frozen parameters have no gradients, so Ψ of the reductions counts the trained ones. `exchanged` is the traffic of
-    an update by `jdp.muon` (`core/update/muon.py`).
-    """
+    """Return the row of the contract that a training step promises; `exchanged`: an update's traffic by `jdp.muon`."""
     sizes, r = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
     leaves = [(math.prod(leaf.shape) // shards(leaf.compute, sizes), leaf) for leaf in placements]
@@ -213,7 +179,6 @@ def theory(
 
 
 def _reductions(plan: Plan, rounds: int, r: int, trained: Sequence[Leaf]) -> Sequence[Promise]:
-    """Return the promises of reducing elements of `r` bytes one by one, `rounds` times."""
     whole = sum(count for count, leaf in trained if leaf.is_indivisible or not plan.row.shard_state)
     by_all = Promise("all-reduce", r * whole, plan.batch_axes, plan.batch_shards, 1, r, whole)
     if not plan.row.shard_state:

@@ -4,8 +4,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ from jdp.launch import launch
 
 
 @pytest.fixture
-def joining(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def joining(monkeypatch):
     """What `jax.distributed.initialize` was called with."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: seen.update(given))
@@ -31,13 +29,13 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def test_alone_nothing_happens(joining: dict[str, Any]):
+def test_alone_nothing_happens(joining):
     initialize()
     initialize("127.0.0.1:1", 1, 0)
     assert joining == {}
 
 
-def test_a_local_coordinator_listens_on_loopback_only_and_goes_round_proxies(joining: dict[str, Any]):
+def test_a_local_coordinator_listens_on_loopback_only_and_goes_round_proxies(joining):
     initialize("127.0.0.1:5", 2, 1, timeout_seconds=7)
     assert joining["coordinator_bind_address"] == "127.0.0.1:5"
     assert joining["roll"] == (initializing.RollCall("127.0.0.1:5", 1, 2), 7)
@@ -47,27 +45,27 @@ def test_a_local_coordinator_listens_on_loopback_only_and_goes_round_proxies(joi
 
 
 @pytest.mark.parametrize("address", ["gpu007:5", "192.0.2.77:5", "[fd00::77]:5"])
-def test_another_hosts_coordinator_listens_where_jax_says(address: str, joining: dict[str, Any]):
+def test_another_hosts_coordinator_listens_where_jax_says(address, joining):
     initialize(address, 2, 1)
     assert joining["coordinator_bind_address"] is None
     assert os.environ["no_grpc_proxy"] == address[:-2].strip("[]")  # noqa: SIM112
 
 
-def test_mutual_tls_that_this_jax_would_ignore_is_refused(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_mutual_tls_that_this_jax_would_ignore_is_refused(joining, monkeypatch):
     monkeypatch.setenv("JAX_MTLS_CERT_FILE", "cert.pem")
     with pytest.raises(ValueError, match=r"needs JAX 0\.12; given JAX_MTLS_CERT_FILE, which JAX .* ignores"):
         initialize("127.0.0.1:5", 2, 1)
     assert joining == {}
 
 
-def test_jax_works_out_the_clusters_that_only_it_can(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_jax_works_out_the_clusters_that_only_it_can(joining, monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "gpu007:5")
     initialize()
     assert joining and "coordinator_address" not in joining and "cluster_detection_method" not in joining
 
 
-def test_failing_to_join_is_never_swallowed(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    def fail(**_: Any) -> None:
+def test_failing_to_join_is_never_swallowed(joining, monkeypatch):
+    def fail(**_):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
@@ -77,9 +75,7 @@ def test_failing_to_join_is_never_swallowed(joining: dict[str, Any], monkeypatch
         initialize("127.0.0.1:1", 2, 0)
 
 
-def test_joining_twice_does_nothing_and_joining_another_is_refused(
-    joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_joining_twice_does_nothing_and_joining_another_is_refused(joining, monkeypatch):
     monkeypatch.setattr(initializing, "joined_as", lambda: (1, 2))
     initialize("127.0.0.1:1", 2, 1)
     assert joining == {}
@@ -88,10 +84,10 @@ def test_joining_twice_does_nothing_and_joining_another_is_refused(
 
 
 @pytest.fixture
-def together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[str], tuple[int, str, str]]:
+def together(tmp_path, capfd):
     """Runs a program as two processes with two devices each; returns the exit code, stdout and stderr."""
 
-    def run(text: str) -> tuple[int, str, str]:
+    def run(text):
         path = tmp_path / "program.py"
         path.write_text(text)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "http_proxy": "http://127.0.0.1:9"}
@@ -110,7 +106,7 @@ joining.initialize()
 """
 
 
-def test_two_processes_sum_over_four_devices(together: Callable[[str], tuple[int, str, str]]):
+def test_two_processes_sum_over_four_devices(together):
     """And may end one after the other."""
     code, out, err = together(
         JOIN
@@ -128,7 +124,7 @@ time.sleep(1.5 * jax.process_index())
 
 
 @pytest.mark.rest
-def test_a_failure_does_not_wait_in_the_exit_barrier(together: Callable[[str], tuple[int, str, str]]):
+def test_a_failure_does_not_wait_in_the_exit_barrier(together):
     code, out, err = together(
         JOIN
         + """
@@ -163,7 +159,7 @@ for i in range(3):
 
 
 @pytest.mark.rest
-def test_who_raised_is_named_and_not_who_waits(together: Callable[[str], tuple[int, str, str]]):
+def test_who_raised_is_named_and_not_who_waits(together):
     """Also where the user's own hook is set before jdp's, which then calls it."""
     first, call, joining = JOIN.partition("joining.initialize")
     code, out, err = together(first + HOOK + call + joining + WAIT_FOR_EACH_OTHER)
@@ -177,7 +173,7 @@ def test_who_raised_is_named_and_not_who_waits(together: Callable[[str], tuple[i
 
 
 @pytest.mark.rest
-def test_who_ends_early_says_so(together: Callable[[str], tuple[int, str, str]]):
+def test_who_ends_early_says_so(together):
     """A loop that is shorter on one process, or `sys.exit` there: the others wait for it in a collective."""
     early = JOIN + "joining.SHUTDOWN_SECONDS = 2" + WAIT_FOR_EACH_OTHER.replace('raise KeyError("the cause")', "break")
     code, _, err = together(early)
@@ -186,6 +182,6 @@ def test_who_ends_early_says_so(together: Callable[[str], tuple[int, str, str]])
 
 
 @pytest.mark.rest
-def test_exit_codes_are_the_programs_own(together: Callable[[str], tuple[int, str, str]]):
+def test_exit_codes_are_the_programs_own(together):
     code, _, err = together(JOIN + "print('done', flush=True); time.sleep(jax.process_index()); sys.exit(75)")
     assert code == 75 and "ended with exit code 75" in err and "came to its end" not in err

@@ -38,18 +38,18 @@ def test_a_users_own_files_are_not_deleted(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(own)  # the entry itself exceeds the limit
 
 
-def test_a_write_that_fails_leaves_nothing_and_is_reported(tmp_path, caplog):
+def test_a_failed_write_is_reported(tmp_path, caplog):
     def fill_the_disk(file):
         file.write(bytes(100))
         raise OSError(28, "No space left on device")
 
     caplog.set_level("INFO", "jdp")
-    Cache(tmp_path, contents="things").store(NAMES[0], fill_the_disk)
+    Cache(tmp_path).store(NAMES[0], fill_the_disk)
     assert list(tmp_path.iterdir()) == []
-    assert f"things are not kept for the next run: {tmp_path} cannot be written (No space left" in caplog.text
+    assert f"compiled results are not kept for the next run: {tmp_path} cannot be written (No space l" in caplog.text
 
 
-def test_an_entry_that_another_process_deletes_meanwhile_is_no_fault(tmp_path, caplog, monkeypatch):
+def test_an_entry_deleted_meanwhile_is_no_fault(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "jdp")
     listed = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda folder: [*listed(folder), folder / NAMES[1]])
@@ -58,14 +58,14 @@ def test_an_entry_that_another_process_deletes_meanwhile_is_no_fault(tmp_path, c
     assert cache.load(NAMES[0], lambda file: file.read()) == bytes(100) and not caplog.text
 
 
-def test_without_a_home_folder_nothing_is_kept_which_is_said_once(tmp_path, caplog, homeless, monkeypatch):
+def test_a_missing_home_folder_is_reported_once(tmp_path, caplog, homeless, monkeypatch):
     """As in a container that runs as a user without an entry in passwd."""
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
-    for contents in ("programs", "tokens"):
-        cache = Cache(default_folder() / contents, contents=contents)
-        cache.store(NAMES[0], lambda file: file.write(bytes(100)))
-        assert cache.load(NAMES[0], lambda file: file.read()) is None
+    cache = Cache.usual()
+    for name in NAMES:
+        cache.store(name, lambda file: file.write(bytes(100)))
+        assert cache.load(name, lambda file: file.read()) is None
     assert len(caplog.records) == 1
     assert f"HOME is not set, and user {os.getuid()} has no home folder; set JDP_CACHE_DIR" in caplog.text
     cache = examine_cache()
@@ -74,14 +74,14 @@ def test_without_a_home_folder_nothing_is_kept_which_is_said_once(tmp_path, capl
     assert examine_cache().status == "ok" and default_folder() == tmp_path
 
 
-def test_the_caches_own_folder_is_made_for_its_user_alone(tmp_path, monkeypatch):
+def test_the_cache_folder_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "home" / "cache"))
     Cache(tmp_path / "home" / "cache" / "things").store(NAMES[0], lambda file: file.write(b"x"))
     assert (tmp_path / "home" / "cache").stat().st_mode & 0o777 == 0o700
     Cache(tmp_path / "home" / "cache" / "others").store(NAMES[0], lambda file: file.write(b"x"))
 
 
-def test_another_users_folder_is_anothers_unless_this_is_root(tmp_path, monkeypatch):
+def test_another_users_folder_is_refused(tmp_path, monkeypatch):
     assert others_may_write(tmp_path) is None
     if os.geteuid():
         return

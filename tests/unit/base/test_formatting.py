@@ -1,8 +1,9 @@
-"""Amounts keep three digits, also where they round up into the next unit."""
+"""Amounts keep three digits, also when they round up into the next unit; messages shorten values."""
 
 import pytest
 
 from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds
+from jdp.base.toml import brief
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,8 @@ from jdp.base.formatting import format_bytes, format_percent, format_rate, forma
         (format_percent(0.004), "0.4 %"),
         (format_percent(0.9951), "99.5 %"),
         (format_percent(1), "100 %"),
+        (brief([*range(12)]), "[0, 1, 2, … and 9 more]"),
+        (brief({"a": ["x" * 101]}), f'{{a = ["{"x" * 60}" … (101 characters)]}}'),
     ],
 )
 def test_as_people_read_them(text, wanted):

@@ -30,14 +30,14 @@ def provide(monkeypatch, capsys):
     return called
 
 
-def test_a_number_of_threads_that_was_given_stays_if_it_is_enough(provide):
+def test_enough_threads_are_kept_as_set(provide):
     assert provide() == ("16", "")
     assert provide(NPROC="16") == (None, "")
     assert provide(NPROC="4", PJRT_NPROC="64") == ("64", "")
     assert provide(NPROC="4") == ("16", "jdp: NPROC=4 is too few threads for 8 CPU devices: XLA gets 16\n")
 
 
-def test_a_pool_that_has_started_with_too_few_threads_is_reported(provide):
+def test_too_few_started_threads_are_reported(provide):
     chosen, said = provide(started=True)
     assert chosen is None
     assert said.startswith("jdp: JAX has started 8 CPU devices with too few threads") and "NPROC=16" in said

@@ -106,6 +106,34 @@ CALLS = {
     "accumulate is a float": (lambda: step(accumulate=2.0), "accumulate is .*; given 2.0. Give an integer"),
     "decay is text": (lambda: jdp.with_ema(TX, "x"), r"decay of a moving average is a number in \[0, 1\); given 'x'"),
     "rate is None": (lambda: jdp.warmup(None, 3), "rate is a number, or an optax schedule.*; given None"),
+    "a precision that is not known": (
+        lambda: jdp.Precision(reduce="fp16"),
+        "reduce is one of fp32, bf16; given 'fp16'",
+    ),
+    "buckets of nothing": (lambda: step(buckets=0), "buckets is a number of bytes, at least 1; given 0"),
+    "wire is misspelt": (lambda: step(wire="int7"), "given 'int7'; did you mean int8"),
+    "wire under auto": (lambda: step(wire="int8", partitioning="auto"), "leave partitioning out"),
+    "no average": (lambda: jdp.ema_params(state()), r"keeps an average: jdp\.with_ema\(tx, decay=0\.999\)"),
+    "offload is unknown": (lambda: plan(offload="all"), r"offload is .optimizer.*given 'all'\. Leave it out"),
+    "a limit of no bytes": (lambda: jdp.keep_programs(limit_bytes=0), "at least 1; given 0"),
+    "a negative rate": (
+        lambda: jdp.scaled_lr(-0.1, base_batch=8, batch=8),
+        r"takes positive numbers; given base_lr=-0\.1",
+    ),
+    "a rule of rates": (
+        lambda: jdp.scaled_lr(0.1, base_batch=8, batch=8, rule="cubic"),
+        "one of linear, sqrt; given 'cubic'",
+    ),
+    "a negative warm-up": (lambda: jdp.warmup(0.1, -1), "steps >= 0 and start >= 0; given steps=-1"),
+    "a preset is misspelt": (
+        lambda: step(compiler="overlop"),
+        '"auto", "default", "overlap", .*given \'overlop\'; did you mean overlap',
+    ),
+    "an option's name": (lambda: step(compiler={"latency": True}), "begin with xla_; given 'latency'"),
+    "an option's value": (
+        lambda: step(compiler={"xla_gone": [True]}),
+        r"true or false, a number or text; given xla_gone = \[True\]",
+    ),
     "GPT-2's names of a ResNet": (
         lambda: gpt2_names(ResNetConfig(2, (1,))),
         "GPT-2's names .*GPTConfig; given ResNetConfig",

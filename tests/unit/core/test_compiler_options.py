@@ -16,19 +16,6 @@ from jdp.foresight.targets.resolve import target
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("overlop", '"auto", "default", "overlap", .*given \'overlop\'; did you mean overlap'),
-        ({"latency": True}, "begin with xla_; given 'latency'"),
-        ({SCHEDULER: [True]}, rf"true or false, a number or text; given {SCHEDULER} = \[True\]"),
-    ],
-)
-def test_what_it_cannot_be(given, said):
-    with pytest.raises(ValueError, match=said):
-        Compiler.of(given)
-
-
 @pytest.mark.aot
 def test_each_platform_takes_its_own_and_what_its_compiler_knows(capfd):
     a100, cpu = (jdp.make_mesh(devices=target(name).devices, data=-1) for name in ("a100:2x2", "cpu:2"))

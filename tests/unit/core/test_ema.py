@@ -77,9 +77,3 @@ def test_the_average_is_float32_whatever_the_parameters_are():
     state, _ = step(state, batch(0))
     assert state.opt_state.average["w"].dtype == jnp.float32
     assert jdp.ema_params(state).params["w"].dtype == jnp.bfloat16
-
-
-def test_a_state_without_an_average_is_refused_with_the_fix():
-    state = jdp.abstract_state(init, optax.sgd(0.1), plan_of(), rng=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"keeps an average: jdp\.with_ema\(tx, decay=0\.999\)"):
-        jdp.ema_params(state)

@@ -66,15 +66,6 @@ def test_initial_values_are_bitwise_the_same_on_any_mesh(strategy, axes):
     assert len(sharded) == (0 if strategy == "ddp" else 2)  # the kernel and the embedding
 
 
-def test_steps_do_not_draw_what_init_drew():
-    init = lambda rng: {"w": jax.random.normal(rng, (8,))}  # noqa: E731
-    state = jdp.init_state(init, optax.sgd(0.1), plan_of("ddp", data=1), rng=jax.random.key(3))
-    for count in range(3):
-        drawn = jax.random.normal(jax.random.fold_in(state.rng, count), (8,))
-        assert not np.array_equal(drawn, state.params["w"])
-    assert not np.array_equal(jax.random.normal(state.rng, (8,)), state.params["w"])
-
-
 @pytest.mark.parametrize(("strategy", "bound"), [("zero3", 0.5), ("ddp", 3.5)])
 def test_no_device_ever_holds_what_it_will_not_keep(strategy, bound, monkeypatch):
     """The memory of the programs that make the state, in copies of the parameters: under ZeRO-3 over eight devices the

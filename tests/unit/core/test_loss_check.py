@@ -12,7 +12,6 @@ from flax import linen as nn
 from flax import nnx
 
 import jdp
-from jdp.models.resnet import BatchNorm
 
 ROWS, WIDTH = 32, 8
 MESH = jdp.make_mesh(devices=jax.devices()[:4])
@@ -98,10 +97,6 @@ def test_a_penalty_is_found_however_small():
 def weighed(params, batch, rng):
     weight = batch["weight"].sum()
     return jdp.Loss(squares(params, batch) + penalty(params) * weight, weight)
-
-
-def test_a_penalty_times_the_weight_is_the_whole_batch_s():
-    check_equals_whole_batch(weighed, {"accumulate": 2, "partitioning": "manual"})
 
 
 # Losses that mix examples.
@@ -241,12 +236,13 @@ def test_manual_refuses_state_that_is_no_average(kind):
         y = model(batch["x"])
         return jdp.Loss(jnp.square(y).sum(), len(y))
 
-    run = lambda: one_step(loss, {"partitioning": "manual"}, lambda rng: Codebook(nnx.Rngs(rng), kind))  # noqa: E731
+    run = lambda asked: one_step(loss, {"partitioning": asked}, lambda rng: Codebook(nnx.Rngs(rng), kind))  # noqa: E731
     if kind == "mean":
-        assert "each device then computes mean over its own rows, and the values are averaged" in run()[0].why
+        assert "each device then computes mean over its own rows, and the values are averaged" in run("manual")[0].why
+        assert run(None)[0].why == "mean may be a statistic of rows, so each call sees a whole microbatch"
     else:
         with pytest.raises(ValueError, match=f"{kind} is .* after a call with 8 rows, and .*jdp.gather_rows.*'auto'"):
-            run()
+            run("manual")
 
 
 class Centred(nnx.Module):
@@ -351,24 +347,6 @@ def test_an_evaluation_over_microbatches_is_checked_too():
     with pytest.raises(ValueError, match="must be a sum over rows"):
         evaluate(accumulate=2)
     assert abs(evaluate(accumulate=2, check_loss=False) - expected) > 0.1
-
-
-# What is no reason for an error.
-
-
-@pytest.mark.rest
-def test_batch_norm_is_no_mixing():
-    """Its statistics are taken over all devices, and are known to be those of a microbatch."""
-
-    def module(rng):
-        rngs = nnx.Rngs(rng)
-        return nnx.Sequential(nnx.Linear(WIDTH, WIDTH, rngs=rngs), BatchNorm(WIDTH, rngs=rngs))
-
-    def loss(model, batch, rng):
-        return jdp.Loss(jnp.square(model(batch["x"]) - 1).sum(), jnp.float32(batch["x"].shape[0]))
-
-    step, *_ = one_step(loss, {"precision": "bf16"}, init=module)
-    assert step.partitioning == "manual"
 
 
 def test_every_step_is_checked_once():

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import AxisType
 
 import jdp
-from jdp.core.sharding.traced_mesh import batch_axes
 from jdp.foresight.targets.resolve import target
 
 
@@ -59,17 +58,6 @@ def test_devices_keep_the_order_given():
     some = jax.devices()[2:6]
     mesh = jdp.make_mesh(devices=some, data=2, model=-1)
     assert mesh.shape == {"data": 2, "model": 2} and ids(mesh) == [2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("axes", "expected"),
-    [
-        ({"data": 4, "replica": 2}, ("replica", "data")),  # outermost first, however the mesh is written
-        ({"model": 2, "data": 4}, ("data",)),
-    ],
-)
-def test_the_batch_is_sharded_over_replica_and_data_only(axes, expected):
-    assert batch_axes(jdp.make_mesh(**axes)) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.base import notices
-from jdp.core import flax_nnx
 
 FEATURES, ROWS = 8, 16
 
@@ -56,13 +54,6 @@ def state_of(plan, init=make):
     return jdp.init_state(init, TX, plan, rng=jax.random.key(3))
 
 
-@pytest.fixture
-def reported(monkeypatch, caplog):
-    monkeypatch.setattr(notices, "_said", set())
-    caplog.set_level("INFO", "jdp")
-    return lambda: caplog.messages
-
-
 class Odd(nnx.Module):
     """Besides weights, a table that is a plain attribute; and calls leave a variable behind."""
 
@@ -86,73 +77,6 @@ def test_tables_are_kept_and_what_a_call_adds_is_dropped_and_reported(reported):
     assert [m for m in reported() if "not kept" in m] == [
         "a call of the model adds seen, which is not kept between steps"
     ]
-
-
-# In a step.
-
-
-def after_one_step(devices):
-    plan = plan_of(devices=devices)
-    state, metrics = jdp.make_train_step(loss_fn, plan, partitioning="auto")(state_of(plan), data())
-    return jax.device_get((state.params, state.model_state)), float(metrics["loss"])
-
-
-def test_batch_statistics_are_global_and_masks_independent_of_the_mesh():
-    (params, model_state), loss = after_one_step(devices=8)
-    (params_alone, model_state_alone), loss_alone = after_one_step(devices=1)
-    np.testing.assert_allclose(loss, loss_alone, rtol=1e-5)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), params, params_alone)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), model_state, model_state_alone)
-    first = jax.device_get(state_of(plan_of(devices=1)).params)["layers"]["0"]
-    hidden = data()["x"] @ first["kernel"] + first["bias"]
-    np.testing.assert_allclose(model_state["norm"]["mean"], 0.1 * hidden.mean(0), rtol=1e-4)
-    np.testing.assert_allclose(model_state["norm"]["var"], 0.9 + 0.1 * hidden.var(0), rtol=1e-4)
-
-
-class Watching(nnx.Module):
-    """State beyond parameters and batch norms: a counter of calls, and a running mean of the activations."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
-        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
-        self.seen = nnx.Variable(jnp.zeros(FEATURES))
-
-    def __call__(self, x):
-        y = self.linear(x)
-        self.calls[...] += 1
-        self.seen[...] = 0.9 * self.seen[...] + 0.1 * jax.lax.stop_gradient(y.mean(0))
-        return y
-
-
-def test_a_statistic_that_jdp_does_not_know_keeps_auto_and_says_why():
-    plan = plan_of()
-    abstract = jdp.abstract_state(lambda rng: Watching(nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
-    for partitioning, why in (
-        (None, "seen may be a statistic of rows, so each call sees a whole microbatch"),
-        ("manual", "each device then computes seen over its own rows, and the values are averaged"),
-    ):
-        step = jdp.make_train_step(loss_fn, plan, accumulate=2, partitioning=partitioning)
-        jax.eval_shape(step, abstract, data())
-        assert step.partitioning == (partitioning or "auto") and why in step.why
-
-
-def test_no_call_of_a_compiled_step_walks_the_module(monkeypatch):
-    merges, merge = [], flax_nnx.Adapter.merge
-
-    def counted(self, *args, **kwargs):
-        merges.append(None)
-        return merge(self, *args, **kwargs)
-
-    monkeypatch.setattr(flax_nnx.Adapter, "merge", counted)
-    plan = plan_of()
-    step = jdp.make_train_step(loss_fn, plan)
-    state, _ = step(state_of(plan), data())
-    traced = len(merges)
-    assert traced > 0
-    for seed in range(3):
-        state, _ = step(state, data(seed=seed))
-    step(state_of(plan), data())  # a state made afresh is of the same structure
-    assert len(merges) == traced
 
 
 # What a call changes: kept, skipped or refused by the step.

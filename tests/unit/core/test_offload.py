@@ -111,8 +111,3 @@ def test_plan_says_what_rests_on_the_host():
     assert placements["params/head/kernel"].memory == placements["opt_state/0/mu/head/bias"].memory == "device"
     assert str(step.plan).endswith("gathered once a step; optimizer state in host memory")
     assert not any(p.on_host for p in replace(step.plan, offload=None).placements(state))
-
-
-def test_mistakes():
-    with pytest.raises(ValueError, match=r"offload is .optimizer.*given 'all'\. Leave it out"):
-        jdp.Plan(MESH, offload="all")

@@ -1,8 +1,5 @@
 """Compiled programs on disk: found again, within a limit, the user's alone, and never a reason to fail."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,12 +9,11 @@ import jdp
 from jdp.base import notices
 from jdp.core.compiling import persistent_cache
 
-Compile = Callable[[], bool]
 NAMES = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size", *persistent_cache.SETTINGS)
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
+def found(monkeypatch):
     """Compile a program that is not in memory any more; True if it was found on disk."""
     before = {name: getattr(jax.config, name) for name in NAMES}
     monkeypatch.setitem(persistent_cache.SETTINGS, "jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -26,10 +22,10 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
     compilation_cache.reset_cache()
     events: list[str] = []
 
-    def listen(event: str, **_: object) -> None:
+    def listen(event, **_):
         events.append(event)
 
-    def compile_it() -> bool:
+    def compile_it():
         jax.clear_caches()
         del events[:]
         assert jax.jit(lambda x: jnp.sin(x) * 3)(jnp.float32(0)) == 0
@@ -43,7 +39,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
     compilation_cache.reset_cache()
 
 
-def test_a_program_is_found_again_in_a_folder_of_its_processor(tmp_path: Path, found: Compile):
+def test_a_program_is_found_again_in_a_folder_of_its_processor(tmp_path, found):
     folder = jdp.keep_programs(tmp_path / "programs", limit_bytes=10**6)
     assert folder is not None and folder.parent == tmp_path / "programs" and len(folder.name) == 16
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -55,18 +51,14 @@ def test_a_program_is_found_again_in_a_folder_of_its_processor(tmp_path: Path, f
     assert found()
 
 
-def test_a_folder_that_cannot_be_made_is_said_and_breaks_nothing(
-    tmp_path: Path, found: Compile, capsys: pytest.CaptureFixture[str]
-):
+def test_a_folder_that_cannot_be_made_is_said_and_breaks_nothing(tmp_path, found, capsys):
     (tmp_path / "file").touch()
     assert jdp.keep_programs(tmp_path / "file" / "programs") is None
     assert not found() and not found()
     assert capsys.readouterr().err.count("compiled programs are not kept for the next start: ") == 1
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(
-    tmp_path: Path, found: Compile, capsys: pytest.CaptureFixture[str]
-):
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, found, capsys):
     """A program is code that this process runs."""
     (folder := tmp_path / "programs").mkdir()
     folder.chmod(0o770)
@@ -74,7 +66,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     assert f"put code among them: its group may write to {folder}: chmod go-w {folder}\n" in capsys.readouterr().err
 
 
-def test_what_jax_was_told_before_stays(tmp_path: Path, found: Compile):
+def test_what_jax_was_told_before_stays(tmp_path, found):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
     assert jdp.keep_programs() == jdp.keep_programs(tmp_path / "other") == tmp_path / "own"
     jax.config.update("jax_compilation_cache_dir", None)
@@ -93,17 +85,10 @@ def test_what_jax_was_told_before_stays(tmp_path: Path, found: Compile):
         (True, ["a x ", "b x no mark"], "not all processes of this run reach"),
     ],
 )
-def test_several_processes_keep_programs_in_one_folder_or_not_at_all(
-    chosen: bool, words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_several_processes_keep_programs_in_one_folder_or_not_at_all(chosen, words, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(persistent_cache, "joined_as", lambda: (0, 2))
     monkeypatch.setattr(persistent_cache, "meet", lambda *_: None)
     monkeypatch.setattr(persistent_cache, "from_first_process", lambda _, own: own)
     monkeypatch.setattr(persistent_cache, "from_every_process", lambda *_: words)
     why = persistent_cache._why_not_together(tmp_path, "", chosen, "x")  # pyright: ignore[reportPrivateUsage]
     assert expected in why and bool(expected) == bool(why)
-
-
-def test_what_it_cannot_be_told():
-    with pytest.raises(ValueError, match="at least 1; given 0"):
-        jdp.keep_programs(limit_bytes=0)

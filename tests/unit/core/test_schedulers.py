@@ -2,7 +2,6 @@
 
 import os
 import socket
-from typing import Any
 
 import pytest
 
@@ -68,7 +67,7 @@ FOUND: dict[str, tuple[dict[str, str], Cluster | None]] = {
 
 
 @pytest.fixture
-def describe(monkeypatch: pytest.MonkeyPatch):
+def describe(monkeypatch):
     """Set these variables, and none other that describes a cluster."""
     for name in os.environ:
         if name.startswith(("JDP_", "JAX_COORDINATOR", "SLURM_", "OMPI_", "PMIX_")):
@@ -77,12 +76,12 @@ def describe(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("environment", "expected"), FOUND.values(), ids=FOUND)
-def test_a_cluster_is_found_in_the_environment(environment: dict[str, str], expected: Cluster | None, describe: Any):
+def test_a_cluster_is_found_in_the_environment(environment, expected, describe):
     describe(environment)
     assert find_cluster() == expected
 
 
-def test_arguments_come_before_the_environment(describe: Any):
+def test_arguments_come_before_the_environment(describe):
     describe(LAUNCHED)
     assert find_cluster("h:1", 3, 2) == Cluster("arguments", "h:1", 3, 2)
 
@@ -96,31 +95,9 @@ def test_arguments_come_before_the_environment(describe: Any):
         (("::1:29500", 2, 0), r"brackets before its port; given '::1:29500'. Write \[::1\]:29500"),
     ],
 )
-def test_arguments_that_do_not_make_a_cluster_are_refused(arguments: tuple[Any, ...], message: str):
+def test_arguments_that_do_not_make_a_cluster_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         find_cluster(*arguments)
-
-
-@pytest.mark.parametrize("missing", LAUNCHED)
-def test_half_a_cluster_in_the_environment_is_an_error_and_not_a_run_alone(missing: str, describe: Any):
-    describe({name: value for name, value in LAUNCHED.items() if name != missing})
-    with pytest.raises(ValueError, match="takes all of coordinator, num_processes and process_id"):
-        find_cluster()
-    describe(LAUNCHED | {"JDP_PROCESS_ID": "x"})
-    with pytest.raises(ValueError, match=r"must be whole numbers; given 'x'"):
-        find_cluster()
-
-
-def test_an_mpirun_that_names_no_host_is_asked_for_one(describe: Any):
-    describe(OPEN_MPI)
-    with pytest.raises(ValueError, match=r"this mpirun names no host\. Name rank 0's: mpirun -x JDP_COORDINATOR="):
-        find_cluster()
-
-
-def test_a_count_that_contradicts_the_scheduler_is_refused(describe: Any):
-    describe(SLURM_STEP | {"JDP_NUM_PROCESSES": "8"})
-    with pytest.raises(ValueError, match=r"number of processes that Slurm started, 4; given 8\. Unset it"):
-        find_cluster()
 
 
 @pytest.mark.parametrize(
@@ -130,19 +107,34 @@ def test_a_count_that_contradicts_the_scheduler_is_refused(describe: Any):
         ("set-workers-0-1.set", "set-workers-0-0.set:8476"),
     ],
 )
-def test_a_pod_finds_pod_0_by_its_own_name(own: str, coordinator: str, describe: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_pod_finds_pod_0_by_its_own_name(own, coordinator, describe, monkeypatch):
     describe(POD)
     monkeypatch.setattr(socket, "getfqdn", lambda: own)
     assert find_cluster() == Cluster("Kubernetes, an indexed job", coordinator, 3, 1)
 
 
-def test_an_indexed_job_that_does_not_say_enough_is_refused_in_words(describe: Any, monkeypatch: pytest.MonkeyPatch):
-    describe({"JOB_COMPLETION_INDEX": "0"})
-    with pytest.raises(ValueError, match=r"by JDP_NUM_PROCESSES; it is not set.*experiments/cluster/jobset.yaml"):
-        find_cluster()
-    describe(POD)
+REFUSED = {
+    **{
+        f"without {name}": ({**LAUNCHED, name: None}, "takes all of coordinator, num_processes and process_id")
+        for name in LAUNCHED
+    },
+    "no number": (LAUNCHED | {"JDP_PROCESS_ID": "x"}, "must be whole numbers; given 'x'"),
+    "mpirun names no host": (OPEN_MPI, r"names no host\. Name rank 0's: mpirun -x JDP_COORDINATOR="),
+    "another count": (SLURM_STEP | {"JDP_NUM_PROCESSES": "8"}, r"that Slurm started, 4; given 8\. Unset it"),
+    "no count": (
+        {"JOB_COMPLETION_INDEX": "0"},
+        r"by JDP_NUM_PROCESSES; it is not set.*experiments/cluster/jobset.yaml",
+    ),
+    "no service": (POD, r"by a headless service.*given a pod named 'train-1'.*subdomain"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_half_a_cluster_is_an_error_and_not_a_run_alone(case, describe, monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-1")
-    with pytest.raises(ValueError, match=r"by a headless service.*given a pod named 'train-1'.*subdomain"):
+    environment, message = REFUSED[case]
+    describe({name: value for name, value in environment.items() if value is not None})
+    with pytest.raises(ValueError, match=message):
         find_cluster()
 
 
@@ -164,9 +156,7 @@ TWO, FOUR = {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
         (OPEN_MPI_4 | {"CUDA_VISIBLE_DEVICES": "5"}, None),
     ],
 )
-def test_a_rank_takes_its_part_of_the_hosts_gpus(
-    environment: dict[str, str], devices: Any, describe: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_rank_takes_its_part_of_the_hosts_gpus(environment, devices, describe, monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda _: True)  # as if JAX had its CUDA plugin
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     describe(environment)

@@ -14,7 +14,6 @@ import pytest
 from judged import judged
 
 import jdp
-from jdp.base import notices
 from jdp.foresight.targets.resolve import target
 
 LAYERS, WIDTH, HEAD = 4, 128, 16
@@ -63,17 +62,7 @@ def made(loop, strategy="zero3", *, mesh=None, rows=512, wrt=None, rules=(), mak
     return jdp.make_train_step(loss_fn, plan, **settings, check_loss=False), state, batch
 
 
-# The step reports it
-
-
-@pytest.fixture
-def top_notices(monkeypatch, caplog):
-    monkeypatch.setattr(notices, "_said", set())
-    caplog.set_level("INFO", "jdp")
-    return lambda: [line for line in caplog.messages if line.startswith("zero3 gathers its weights")]
-
-
-def test_a_step_reports_once_that_no_layer_is_gathered_by_itself(top_notices):
+def test_a_step_reports_once_that_no_layer_is_gathered_by_itself(reported):
     for loop, strategy, count in (
         (scanned, "zero3", 0),
         (one_by_one, "zero2", 0),
@@ -82,11 +71,12 @@ def test_a_step_reports_once_that_no_layer_is_gathered_by_itself(top_notices):
     ):
         step, state, batch = made(loop, strategy, partitioning="manual")
         jax.eval_shape(step, state, batch)
-        assert len(top_notices()) == count
-    assert top_notices()[0].startswith(
+        said = [line for line in reported() if line.startswith("zero3 gathers its weights")]
+        assert len(said) == count
+    assert said[0].startswith(
         "zero3 gathers its weights (head and 3 more) at the top of the step and gathers them again in the backward pass"
     )
-    assert "jdp.scan_layers gathers one layer at a time" in top_notices()[0]
+    assert "jdp.scan_layers gathers one layer at a time" in said[0]
 
 
 # Compiled

@@ -185,16 +185,3 @@ def test_gpus_join_collectives_up_to_the_buckets_size():
 
 
 # What is refused.
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"buckets": 0}, "at least 1"),
-        ({"wire": "int7"}, "did you mean int8"),
-        ({"wire": "int8", "partitioning": "auto"}, "leave partitioning out"),
-    ],
-)
-def test_settings_out_of_range(given, words):
-    with pytest.raises(ValueError, match=words):
-        jdp.make_train_step(linear, plan_of("ddp"), **given, check_loss=False)

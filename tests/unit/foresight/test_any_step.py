@@ -81,7 +81,7 @@ def guides_step(mesh, *, constrained=False, donate=()):
 
 
 @pytest.mark.aot
-def test_the_nnx_guides_step_sends_activations_and_is_told_the_line():
+def test_the_nnx_guides_activations_are_reported():
     mesh = mesh_of()
     with jax.set_mesh(mesh):
         report = jdp.verify(*guides_step(mesh), target="h100:1x8", against="zero3", params="model")
@@ -106,7 +106,7 @@ def test_the_nnx_guides_step_sends_activations_and_is_told_the_line():
     assert json.loads(json.dumps(report.to_json(), allow_nan=False))["kept"] is False
 
 
-def test_what_is_reported_is_what_the_users_own_jit_compiles_to():
+def test_a_report_is_of_the_users_program():
     mesh = mesh_of()
     step, *arguments = guides_step(mesh, donate=(0, 1))
     report = jdp.foresee(step, *arguments)
@@ -175,7 +175,7 @@ def test_meshes_that_a_step_closed_over_move_too():
     assert jdp.foresee(*closing_over(elsewhere, local=False), target="cpu:8").mesh == {"data": 8}
 
 
-def test_a_shard_map_over_its_own_mesh_keeps_its_size():
+def test_a_shard_map_over_its_mesh_is_refused():
     with pytest.raises(ValueError, match=r"shard_map over its own mesh .*; given data=4 at .*test_any_step.py:\d+"):
         jdp.foresee(*closing_over(mesh_of(), local=True), target="cpu:8")
 
@@ -215,7 +215,7 @@ def test_fused_attention_is_traced_for_described_gpus(named):
 # Bounds and parameters
 
 
-def test_given_bytes_and_parameters_by_number_path_and_pattern():
+def test_bounds_by_bytes_and_by_parameters():
     step, w, x = closing_over(mesh_of(), local=True)
     assert jdp.verify(step, w, x, against=1e6).kept
     broken = jdp.verify(step, w, x, against=100)

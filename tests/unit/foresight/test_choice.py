@@ -15,16 +15,8 @@ GIB = 2**30
 
 def estimate(strategy, *, gib, step=0.1, kept=True):
     """A candidate that holds `gib` on a device that has 70 GiB; seconds a step."""
-    line = Timeline(
-        step_seconds=step,
-        compute_seconds=step,
-        communication_seconds=0.0,
-        exposed_seconds=0.0,
-        flops=1e12,
-        matmul_seconds=step / 2,
-        events=(),
-        caveats=(),
-    )
+    times = {"step_seconds": step, "compute_seconds": step, "matmul_seconds": step / 2}
+    line = Timeline(**times, communication_seconds=0.0, exposed_seconds=0.0, flops=1e12, events=(), caveats=())
     fits = gib <= 70
     report = Report(
         name=strategy,
@@ -42,26 +34,21 @@ def estimate(strategy, *, gib, step=0.1, kept=True):
     return Estimate(strategy, 1, report=report)
 
 
-def sent_by(reduced, gathered):
-    """A row of zero1 with these bytes an element; 8 GiB of gradients in float32 are 7 on the wire."""
-    reduction = Promise("reduce-scatter", 2 * reduced * GIB, ("data",), 8, 1, reduced, GIB // 2)
-    return Theory(0, (reduction, Promise("all-gather", GIB, ("data",), 8, 1, gathered, GIB // 2)))
+def words(*estimates):
+    report = PlanReport("h100:1x8", 8, estimates)
+    return report.choice, " ".join(report.why)
 
 
 @pytest.mark.parametrize(("reduced", "gathered"), [(4, 2), (2, 2), (4, 4)])
 def test_the_saving_of_narrow_gradients(reduced, gathered):
-    """Said where weights are gathered in 16 bits, and gradients are not reduced so."""
-    made = estimate("zero1", gib=60)
-    theory = sent_by(reduced, gathered)
-    sent = replace(made.report, theory=theory, wire_bytes_per_device=8 * GIB, partitioning="manual")
-    _, why = words(replace(made, report=sent))
+    """It is reported if weights are gathered in 16 bits and gradients are not; 8 GiB in float32 are 7 on the wire."""
+    plain = estimate("zero1", gib=60)
+    reduction = Promise("reduce-scatter", 2 * reduced * GIB, ("data",), 8, 1, reduced, GIB // 2)
+    theory = Theory(0, (reduction, Promise("all-gather", GIB, ("data",), 8, 1, gathered, GIB // 2)))
+    sent = replace(plain.report, theory=theory, wire_bytes_per_device=8 * GIB, partitioning="manual")
+    _, why = words(replace(plain, report=sent))
     sentence = '7 GiB of the 8 GiB sent; with reduce = "bf16" a device sends 4.5 GiB.'
     assert (sentence in why) == ((reduced, gathered) == (4, 2))
-
-
-def words(*estimates):
-    report = PlanReport("h100:1x8", 8, estimates)
-    return report.choice, " ".join(report.why)
 
 
 def test_the_fastest_that_fits():
@@ -71,7 +58,7 @@ def test_the_fastest_that_fits():
     assert "Take zero1: a step takes 100 ms; zero3 takes 9.0 % longer." in why
 
 
-def test_of_equally_fast_ones_the_one_that_holds_least():
+def test_equally_fast_candidates_are_chosen_by_memory():
     choice, why = words(
         estimate("zero1", gib=5, step=0.1004), estimate("ddp", gib=10), estimate("zero3", gib=3, step=0.1012)
     )

@@ -66,7 +66,7 @@ WRAPPED = f"""\
         ("%s = ((f32[64,128]), f32[8,128]) call-start(%x), to_apply=%wrapped", True),
     ],
 )
-def test_an_asynchronous_wrapper_counts_once_under_the_starts_name(start, is_async):
+def test_an_asynchronous_wrapper_counts_once(start, is_async):
     opcode = start.split("(%x)")[0].split()[-1].removesuffix("-start")
     update = f"%u = ((f32[64,128]), f32[8,128]) {opcode}-update(%s), calls=%wrapped"
     done = f"%d = f32[8,128] {opcode}-done(%u), calls=%wrapped"
@@ -141,7 +141,7 @@ StackFrames
 # What is said of texts that cannot be read
 
 
-def test_a_text_that_is_not_compiled_hlo_is_refused():
+def test_text_of_no_compiled_program_is_refused():
     lowered = jax.jit(lambda x: x + 1).lower(1.0).as_text()
     with pytest.raises(ValueError, match=r"begins 'module @jit.*compile\(\)\.as_text\(\)"):
         collectives(lowered)
@@ -155,6 +155,6 @@ def test_a_text_that_is_not_compiled_hlo_is_refused():
         ("%c = f32[8]{0} call(%x), to_apply=%missing", "calls computation 'missing' but lacks it"),
     ],
 )
-def test_what_cannot_be_counted_is_not_counted_as_nothing(line, complaint):
+def test_unknown_notations_are_refused(line, complaint):
     with pytest.raises(ValueError, match=complaint):
         collectives(module(line))

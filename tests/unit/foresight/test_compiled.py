@@ -37,7 +37,7 @@ def test_the_second_time_it_comes_from_disk(tmp_path):
 
 
 @pytest.mark.aot
-def test_programs_that_jax_keeps_are_neither_read_nor_written(tmp_path):
+def test_jax_keeps_no_described_programs(tmp_path):
     """It could not read again what is compiled for described devices, and warns of that, here an error."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
@@ -91,7 +91,7 @@ def test_the_gpu_compilers_refusal_is_one_line():
 
 
 @pytest.mark.aot
-def test_what_is_read_is_settled_before_kernels_are_assembled(monkeypatch):
+def test_programs_are_settled_before_assembly(monkeypatch):
     """So the tests need not assemble them (`tests/support/assembler.py`)."""
     if assembler.REAL not in os.environ:
         pytest.skip("about machines without an NVIDIA driver")

@@ -51,7 +51,7 @@ def test_theory_is_the_designs_row(strategy, k, precision, axes, payload, wire):
     assert (promised.parameters, promised.payload_bytes, promised.wire_bytes) == (9224, payload, wire)
 
 
-def test_theory_counts_what_is_local_to_the_models_own_axes():
+def test_theory_counts_shards_of_model_axes():
     plan = jdp.Plan(jdp.make_mesh(data=4, model=2), "zero1", rules=[("w", P(None, "model"))])
     promised = theory(plan, PARAMS, StepSettings())
     assert promised.parameters == 64 * 64 + 128 * 8 + 8
@@ -125,16 +125,7 @@ def looks_at_whole_weights(mesh):
 
 
 @functools.cache
-def verified(
-    model,
-    strategy,
-    *,
-    features=256,
-    width=320,
-    whole=False,
-    min_shard_size=1024,
-    **settings,
-):
+def verified(model, strategy, *, features=256, width=320, whole=False, min_shard_size=1024, **settings):
     mesh = jdp.make_mesh(devices=target("h100:1x8").devices)
     plan = jdp.Plan(mesh, strategy, min_shard_size=min_shard_size)
 
@@ -200,7 +191,7 @@ def test_a_loss_that_gathers_activations_is_named():
 @pytest.mark.aot
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.default_ids("zero3")
-def test_a_leaf_that_no_dimension_divides_is_promised_as_ddp_sends_it(strategy):
+def test_indivisible_leaves_are_promised_as_under_ddp(strategy):
     """Once a step, with several microbatches too; `v` [1023, 64] is scattered and gathered."""
     for accumulate in (1, 3):
         report = verified(plain, strategy, features=255, width=1023, accumulate=accumulate, partitioning="manual")
@@ -211,7 +202,7 @@ def test_a_leaf_that_no_dimension_divides_is_promised_as_ddp_sends_it(strategy):
 
 
 @pytest.mark.aot
-def test_a_large_leaf_below_min_shard_size_is_named():
+def test_a_large_unsharded_leaf_is_named():
     small = verified(plain, "zero2", min_shard_size=10**6, partitioning="manual")
     assert not small.kept
     assert "Lower Plan(min_shard_size=...)" in small.breaches[0]

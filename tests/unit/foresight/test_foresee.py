@@ -47,18 +47,8 @@ steps = 10
 batch_size = 4096
 """
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
-PROMISED = {
-    "strategy",
-    "partitioning",
-    "fits",
-    "bytes_per_device",
-    "wire_bytes_per_device",
-    "theory_wire_bytes_per_device",
-    "exposed_fraction",
-    "step_seconds",
-    "mfu",
-    "tokens_per_second",
-}
+PROMISED = {"strategy", "partitioning", "fits", "bytes_per_device", "wire_bytes_per_device", "tokens_per_second"}
+PROMISED |= {"theory_wire_bytes_per_device", "exposed_fraction", "step_seconds", "mfu"}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +113,7 @@ def test_the_promised_object(planned):
     assert planned["choice"] in STRATEGIES and planned["choice"] in planned["why"]
 
 
-def test_the_second_plan_comes_from_the_cache_with_a_page(planned, again, folder):
+def test_the_second_plan_comes_from_the_cache(planned, again, folder):
     assert all(row["compile_seconds"] == 0 and row["cached"] for row in again["strategies"])
     assert not all(row["cached"] for row in planned["strategies"])
     assert [without_compiling(row) for row in again["strategies"]] == [*map(without_compiling, planned["strategies"])]

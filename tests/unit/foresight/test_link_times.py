@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 
+from jdp.foresight.program.collectives import KINDS
 from jdp.foresight.targets.resolve import Target, target
-from jdp.foresight.timing.operations import collective_cost, collective_seconds
+from jdp.foresight.timing.operations import collective_cost
 
 pytestmark = pytest.mark.aot
 
@@ -14,16 +15,6 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 US = 1e-6
 H100_LINK = 18 * 20.6e9  # B/s: 18 NVLinks, each as fast as NCCL counts it
 H100_CARD = 48e9  # B/s: a 400 Gb/s card behind PCIe 5
-
-KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 
 
 def everyone(cluster: Target) -> tuple[tuple[int, ...], ...]:
@@ -83,7 +74,7 @@ def test_what_nccls_authors_measure_with_large_messages(name, kind, measured):
     cluster = target(name)
     n, size = len(cluster.devices), 8 * GIB
     wire_bytes = (2 if kind == "all-reduce" else 1) * (n - 1) / n * size
-    bandwidth = wire_bytes / collective_seconds(kind, size, everyone(cluster), cluster)
+    bandwidth = wire_bytes / collective_cost(kind, size, everyone(cluster), cluster).seconds
     assert bandwidth / 1e9 == pytest.approx(measured, rel=0.01)  # they round to a few GB/s
 
 
@@ -96,7 +87,7 @@ def test_more_bytes_are_never_faster(name, kind):
     cluster = target(name)
     sizes = [2 ** (k / 4) for k in range(136)]  # to 16 GiB, four sizes an octave: also between a table's entries
     for members in ((0, 1), tuple(range(8)), (0, 8), (0, 1, 8, 9), tuple(range(32))):
-        times = [collective_seconds(kind, size, groups_for(kind, *members), cluster) for size in sizes]
+        times = [collective_cost(kind, size, groups_for(kind, *members), cluster).seconds for size in sizes]
         assert all(a <= b for a, b in itertools.pairwise(times))
 
 
@@ -117,4 +108,4 @@ def test_a_cluster_with_slower_cards_and_longer_hops(tmp_path):
 )
 def test_what_has_no_time(name, members, message):
     with pytest.raises(ValueError, match=message):
-        collective_seconds("all-reduce", MIB, (tuple(range(members)),), target(name))
+        collective_cost("all-reduce", MIB, (tuple(range(members)),), target(name))

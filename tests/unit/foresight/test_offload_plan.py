@@ -51,7 +51,7 @@ def foreseen():
         return candidate, compiled, estimate(candidate, devices, tokens=ROWS)
 
 
-def test_the_compiler_has_in_host_memory_what_the_plan_puts_there(foreseen):
+def test_host_memory_is_as_planned(foreseen):
     candidate, compiled, told = foreseen
     placements = candidate.step.plan.placements(candidate.state)
     planned = sum(p.bytes_per_device for p in placements if p.on_host)

@@ -19,7 +19,7 @@ from jdp.foresight.program.compiled import compile_step
     ids=["mlp-zero1-1", "mlp-ddp-4", "gpt-zero3-4"],
 )
 @pytest.mark.default_ids("mlp-zero1-1")
-def test_the_classes_add_up_and_arguments_are_those_of_the_plan(config, strategy, accumulate):
+def test_classes_add_up_to_the_allocations(config, strategy, accumulate):
     """Exact, from the placements; what XLA allocates is the other side of every account."""
     program = compiled(config, strategy, None, accumulate, adam=True)
     found, memory = program.compiled, program.report.memory

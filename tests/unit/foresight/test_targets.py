@@ -67,7 +67,7 @@ BAD = ["", "h100", "h100:8", "h100:0x8", "h100:8x8x8", "cpu:1x8", "cluster.toml:
 
 @pytest.mark.aot
 @pytest.mark.parametrize("name", BAD)
-def test_bad_grammar_shows_the_grammar_and_what_was_given(name):
+def test_bad_grammar_is_refused_with_the_grammar(name):
     with pytest.raises(
         ValueError, match=r"KIND:HOSTSxPER_HOST.*h100:8x8.*cluster.toml:8x8.*tpu-v5e:4x4.*cpu:8"
     ) as error:
@@ -83,7 +83,7 @@ def test_bad_grammar_shows_the_grammar_and_what_was_given(name):
         ("cpu:99", r"needs 99 CPU devices and this process has 8: .*JAX_NUM_CPU_DEVICES=99"),
     ],
 )
-def test_an_unknown_kind_names_the_nearest_and_too_few_devices_the_remedy(name, message):
+def test_bad_targets_are_refused_with_the_fix(name, message):
     with pytest.raises(ValueError, match=message):
         target(name)
 
@@ -131,9 +131,7 @@ def test_a_missing_compiler_is_one_command_away(monkeypatch):
         ("b200", 4096, 1.835, 1800, 400),
     ],
 )
-def test_peaks_are_dense_and_links_are_one_direction_of_the_data_sheets(
-    kind, multiply_adds, ghz, nvlink_gb_s, card_gbit_s
-):
+def test_peaks_and_links_are_those_of_data_sheets(kind, multiply_adds, ghz, nvlink_gb_s, card_gbit_s):
     """bf16 multiply-adds a core and clock (architecture whitepapers; the B200's from XLA's description of it) at the
     tensor cores' clock. With 2:4 sparsity, as the headlines have it, the peaks would be twice as high."""
     gpu = GPUS[kind]
@@ -155,7 +153,7 @@ def cluster(folder: Path, text: str, shape: str = "1x8") -> Target:
 
 
 @pytest.mark.aot
-def test_a_cluster_is_a_known_gpu_with_other_numbers(tmp_path):
+def test_a_cluster_file_changes_a_known_gpu(tmp_path):
     found = cluster(
         tmp_path,
         """
@@ -216,7 +214,7 @@ def test_xla_understands_our_description_as_it_is_meant(dumped):
 
 
 @pytest.mark.aot
-def test_a_dump_in_a_cluster_file_is_given_to_xla_as_it_stands(tmp_path, dumped):
+def test_a_dump_is_given_to_xla_unchanged(tmp_path, dumped):
     changed = dumped.replace("core_count: 132", "core_count: 120").replace("NVIDIA H100 80GB HBM3", "H100 at hand")
     (tmp_path / "dump.pbtxt").write_text(changed)
     given = 'like = "a100"\nlink_bandwidth_gb_s = 450\ngpu_target_config = "dump.pbtxt"\n'

@@ -11,7 +11,7 @@ import pytest
 
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.operations import collective_seconds
+from jdp.foresight.timing.operations import collective_cost
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, timeline
 
 pytestmark = pytest.mark.aot
@@ -35,7 +35,7 @@ def copy_seconds(elements):
 
 @functools.cache
 def gather_seconds(shard=SHARD):
-    return collective_seconds("all-gather", 4 * 8 * shard, EVERYONE, h100())
+    return collective_cost("all-gather", 4 * 8 * shard, EVERYONE, h100()).seconds
 
 
 # Texts from nested lists: ("compute", elements), ("start" or "sync", name, shard), ("done", name), ("loop", trips, […])
@@ -63,21 +63,17 @@ class Writer:
         return [f"  %{x} = f32[{elements}]{{0}} parameter(1)", f"  %{y} = f32[{elements}]{{0}} copy(%{x})"]
 
     def start(self, name, shard):
-        x = self.name("x")
-        return [
-            f"  %{x} = f32[{shard}]{{0}} parameter(1)",
-            f"  %{name} = (f32[{shard}]{{0}}, f32[{8 * shard}]{{0}}) all-gather-start(%{x}), {self.groups}",
-        ]
+        return self.gather(name, shard, f"(f32[{shard}]{{0}}, f32[{8 * shard}]{{0}}) all-gather-start")
 
     def done(self, name):
         return [f"  %{self.name('done')} = f32[{8 * SHARD}]{{0}} all-gather-done(%{name})"]
 
     def sync(self, name, shard):
+        return self.gather(name, shard, f"f32[{8 * shard}]{{0}} all-gather")
+
+    def gather(self, name, shard, operation):
         x = self.name("x")
-        return [
-            f"  %{x} = f32[{shard}]{{0}} parameter(1)",
-            f"  %{name} = f32[{8 * shard}]{{0}} all-gather(%{x}), {self.groups}",
-        ]
+        return [f"  %{x} = f32[{shard}]{{0}} parameter(1)", f"  %{name} = {operation}(%{x}), {self.groups}"]
 
     def loop(self, trips, work):
         body, condition = self.name("body"), self.name("condition")
@@ -142,7 +138,7 @@ def same(result, work):
 START, DONE = ("start", "a", SHARD), ("done", "a")
 
 
-def test_communication_is_exposed_as_far_as_no_computation_stands_beside_it():
+def test_communication_without_computation_is_exposed():
     hidden = simulated([START, ("compute", LONG), DONE])
     assert hidden.step_seconds == pytest.approx(copy_seconds(LONG))
     assert (hidden.exposed_seconds, hidden.exposed_fraction) == (0, 0)
@@ -159,7 +155,7 @@ def test_communication_is_exposed_as_far_as_no_computation_stands_beside_it():
     same(shared, work)
 
 
-def test_a_loop_of_unknown_length_is_counted_once_with_a_caveat():
+def test_a_loop_of_unknown_length_counts_once():
     result = simulated([("loop", None, [("compute", LONG)])])
     assert result.step_seconds == pytest.approx(copy_seconds(LONG))
     assert any("unknown length" in caveat for caveat in result.caveats)
@@ -188,7 +184,7 @@ def random_work(rng, depth=0):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_loops_take_as_long_as_the_same_work_written_out(seed):
+def test_loops_equal_the_same_work_written_out(seed):
     work = random_work(random.Random(seed))
     result = simulated(work)
     same(result, work)
@@ -198,7 +194,7 @@ def test_loops_take_as_long_as_the_same_work_written_out(seed):
     assert busy[COMMUNICATION] == pytest.approx(result.communication_seconds, rel=1e-9)
 
 
-def test_a_long_loop_costs_no_more_to_simulate_and_shows_few_events():
+def test_a_long_loop_is_simulated_in_few_events():
     result = simulated([("loop", 10**9, [START, ("compute", SHORT), DONE])])
     assert result.step_seconds == pytest.approx(1e9 * gather_seconds(), rel=1e-6)
     assert result.compute_seconds == pytest.approx(1e9 * copy_seconds(SHORT), rel=1e-6)
@@ -215,7 +211,7 @@ def compiled(function, *shapes):
     return timeline(parse(jax.jit(function).lower(*arguments).compile().as_text()), target("h100:1x1"))
 
 
-def test_flops_in_loops_count_as_often_as_they_run():
+def test_flops_in_loops_count_each_round():
     def layers(x, w):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 

@@ -72,7 +72,7 @@ def largest(proof):
 # Honest runs
 
 
-def test_every_strategy_on_one_device_and_all_with_one_microbatch_and_two_and_a_resume():
+def test_every_strategy_and_a_resume_are_proven():
     reports = []
     proof = run(steps=2, devices=2, strategy="zero1", progress=lambda *args: reports.append(args))
     assert proof.equal, str(proof)
@@ -92,7 +92,7 @@ def test_every_strategy_on_one_device_and_all_with_one_microbatch_and_two_and_a_
 
 
 @pytest.mark.rest
-def test_a_tree_of_arrays_is_a_model_too_and_a_step_that_is_skipped_is_skipped_by_all():
+def test_trees_and_skipped_steps_are_proven_too():
     def tree(rng):
         return {"w": jax.random.normal(rng, (8, 4)), "b": jnp.zeros(4)}
 
@@ -126,7 +126,7 @@ def means_of_means(monkeypatch, *, in_loss):
 
 
 @pytest.mark.rest
-def test_a_mean_of_means_is_seen_in_the_loss_or_in_a_leaf(monkeypatch):
+def test_a_mean_of_means_differs(monkeypatch):
     with monkeypatch.context() as patched:
         means_of_means(patched, in_loss=True)
         first = run("zero1 4 devices K=1", steps=1).first_difference
@@ -140,7 +140,7 @@ def test_a_mean_of_means_is_seen_in_the_loss_or_in_a_leaf(monkeypatch):
 
 
 @pytest.mark.rest
-def test_a_weight_that_is_no_sum_over_examples_is_named_before_the_loss():
+def test_a_weight_that_is_no_sum_is_named():
     def local_mean(model, batch, rng):
         return jdp.Loss(terms(model, batch, rng).mean(), jnp.float32(1))
 
@@ -151,7 +151,7 @@ def test_a_weight_that_is_no_sum_over_examples_is_named_before_the_loss():
 
 @pytest.mark.rest
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_masks_that_are_the_same_on_every_shard_are_seen(precision, monkeypatch):
+def test_equal_masks_on_every_shard_differ(precision, monkeypatch):
     make = RowDraws.key
     monkeypatch.setattr(RowDraws, "key", lambda self, key, offset, **rows: make(self, key, offset=0, **rows))
     proof = run(["zero1 4 devices K=1", "ddp 1 device"], steps=1, precision=precision)
@@ -185,7 +185,7 @@ def test_a_missing_psum_names_the_leaf(monkeypatch):
 
 
 @pytest.mark.rest
-def test_stale_data_and_state_that_is_not_restored_are_named(monkeypatch):
+def test_stale_data_and_unrestored_state_are_named(monkeypatch):
     restore = jdp.Checkpoints.restore
 
     def stale(self, *args):
@@ -210,7 +210,7 @@ def test_stale_data_and_state_that_is_not_restored_are_named(monkeypatch):
     assert "restored state" in first.words
 
 
-def test_gradients_rounded_to_bf16_on_their_way_are_seen(monkeypatch):
+def test_gradients_rounded_to_bf16_differ(monkeypatch):
     """The finest of the faults: an error of 2**-9 where 2**-24 is due."""
     finish = views.ManualCollectives.finish
 
@@ -226,7 +226,7 @@ def test_gradients_rounded_to_bf16_on_their_way_are_seen(monkeypatch):
 
 
 @pytest.mark.rest
-def test_quick_is_one_run_and_says_what_it_leaves_out():
+def test_quick_is_one_run():
     proof = run(steps=2, devices=2, quick=True)
     assert proof.equal and largest(proof) < ROOM, str(proof)
     assert [each.name for each in proof.runs] == ["resume after step 1: zero3 2 devices K=1, onto zero2 2 devices K=2"]
@@ -234,7 +234,7 @@ def test_quick_is_one_run_and_says_what_it_leaves_out():
 
 
 @pytest.mark.rest
-def test_rows_that_do_not_divide_are_listed_not_changed():
+def test_rows_that_do_not_divide_are_listed():
     def twelve(index):
         return {name: rows[:12] for name, rows in batches(index).items()}
 
@@ -314,7 +314,7 @@ def twice(values, shadow):
     return record
 
 
-def test_numbers_that_are_none_do_not_pass_for_equal():
+def test_nan_does_not_pass_for_equal():
     values = {"weight": np.float32(0), "loss": np.float32(np.nan), "grad_norm": np.float32(np.nan), "a": np.ones(2)}
     record = twice(values, values)
     assert record.compare(1, values).ratio == 0
@@ -326,7 +326,7 @@ def test_numbers_that_are_none_do_not_pass_for_equal():
 
 
 @pytest.mark.parametrize(("change", "is_weak"), [(0, True), (0.1, True), (10, False)])
-def test_a_bound_above_a_tenth_of_the_change_is_said(change, is_weak):
+def test_a_wide_bound_is_noted(change, is_weak):
     record = Record(noise=1e-6)
     for x in (0, change):
         record.add({"loss": np.float32(1), "params/a": np.float32([x, x])})

@@ -13,8 +13,8 @@ import jdp
 from jdp.checkpoint import Checkpoints
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
-from jdp.guard.flight_recorder import read_ranks
 from jdp.guard.time_account import KINDS
+from jdp.launch.events import read_logs
 from jdp.run.outputs.metrics import read
 
 TABLES = tables(
@@ -73,7 +73,7 @@ def test_writes_what_it_promises(whole):
 
 
 def test_the_recorder_and_the_goodput_of_a_run(whole):
-    events = read_ranks(whole / "flight")[0]
+    events = read_logs(whole / "events", "rank")[0]
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 9))
     phases = [event["doing"] for event in events if event["event"] == "begin"]
     assert phases[:2] == ["restore", "compile"] and phases.count("eval") == 2 and phases.count("save") == 3
