@@ -81,6 +81,7 @@ def run(arguments: list[str]) -> int:
 
 def _launch(options: Options, command: list[str]) -> int:
     """Check the command once, in this process, then start the processes."""
+    from jdp.launch.events import EVENT_LOGS
     from jdp.launch.output import LOGS
     from jdp.launch.supervisor import launch as start
 
@@ -89,7 +90,7 @@ def _launch(options: Options, command: list[str]) -> int:
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts must be 0 or more; given {options.max_restarts}: 0 starts nothing again")
     nodes = _nodes(options)
-    environment, log_dir = dict(os.environ), options.log_dir
+    environment, log_dir, event_log = dict(os.environ), options.log_dir, None
     command = [_expand_home(command[0]), *command[1:]]
     started = _program(command)
     is_experiment = started is None
@@ -105,7 +106,7 @@ def _launch(options: Options, command: list[str]) -> int:
         folder, is_virtual = _check_before_launch([*command, *added], options.processes * (nodes.count if nodes else 1))
         if is_virtual:
             environment["JAX_PLATFORMS"] = "cpu"
-        log_dir = log_dir or folder / LOGS
+        log_dir, event_log = log_dir or folder / LOGS, folder / EVENT_LOGS / f"node-{options.node_rank or 0:05}.jsonl"
         started = [sys.executable, "-m", "jdp", "train", *command, *added]
     return start(
         started,
@@ -115,6 +116,7 @@ def _launch(options: Options, command: list[str]) -> int:
         environment=environment,
         max_restarts=options.max_restarts,
         log_dir=log_dir,
+        event_log=event_log,
         reports_progress=is_experiment,
         nodes=nodes,
     )
@@ -154,7 +156,6 @@ def _program(command: list[str]) -> list[str] | None:
         return [sys.executable, *command]
     if Path(word).is_file() and not os.access(word, os.X_OK):
         return None
-
     return None if shutil.which(word) is None and shipped_file(Path(word)) is not None else command
 
 

@@ -1,4 +1,4 @@
-"""`jdp why`: the diagnosis from a run's flight recorders."""
+"""`jdp why`: the diagnosis from the logs of events of a run's processes."""
 
 import json as as_json
 import sys
@@ -16,7 +16,7 @@ from jdp.cli.options import parse
 class Options:
     """Explains why a run is slow, hung or dead, and which process caused it.
 
-    Each process of a run writes a flight recorder, RUN_DIR/NAME/flight/, which outlives it. For a run that ended, jdp
+    Each process of a run writes a log of events in RUN_DIR/NAME/events/, which outlives it. For a run that ended, jdp
     why names the process that failed first, was killed, did not answer or got a signal. For a run that continues, it
     reports whether steps finish, and which process delays the others. If the run is slow, the first line names the
     largest cause, such as input. Then follow the time of a step by part, the end of each earlier visit, and the
@@ -33,7 +33,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Read the recorders and print the diagnosis."""
+    """Read the logs and print the diagnosis."""
     options = parse(Options, "why", arguments)
     from jdp.guard.diagnosis import ERRORS, diagnose
     from jdp.run.read_folder import find_run

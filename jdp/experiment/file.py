@@ -93,7 +93,11 @@ def from_table(table: Mapping[str, Any], *, where: str = "experiment", plugin: s
 
 
 def to_toml(experiment: Experiment) -> str:
-    """Return the resolved experiment as TOML with every key; `load` reads it back as an equal experiment."""
+    """Return the resolved experiment as TOML with every key; `load` reads it back as an equal experiment.
+
+    Args:
+        experiment: validated.
+    """
     return "\n".join(_written(experiment, ())) + "\n"
 
 
@@ -115,7 +119,11 @@ def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
 
 
 def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, int]:
-    """Return the mesh with its -1 filled in, axis -> size, for a number of devices in all processes together.
+    """Return the mesh with its -1 filled in: axis -> size.
+
+    Args:
+        experiment: validated.
+        device_count: number of devices in all processes together.
 
     Raises:
         ExperimentError: the mesh does not multiply to `device_count`, or does not divide the batch.
@@ -297,7 +305,15 @@ def _blamed(error: ValidationError, key: KeyPath) -> bool:
 
 
 def mesh_sizes(mesh: Mapping[str, int], device_count: int) -> dict[str, int]:
-    """Return [mesh] with its -1 filled in. Raises ExperimentError unless its sizes multiply to `device_count`."""
+    """Return [mesh] with its -1 filled in.
+
+    Args:
+        mesh: axis -> size; one may be -1.
+        device_count: devices of all processes together.
+
+    Raises:
+        ExperimentError: the sizes do not multiply to `device_count`.
+    """
     try:
         return axis_sizes(mesh, device_count)
     except ValueError as error:

@@ -2,10 +2,10 @@
 
 The momentum of a matrix [m, n] is orthogonalized and scaled by 0.2 · sqrt(max(m, n)) (Liu et al. 2025,
 arXiv:2502.16982, section 2.2). Its elements then have the root mean square of AdamW's updates, so one learning rate
-and one weight decay serve both. Muon is not for "embeddings, classifier heads, and hidden gains/biases" (the README of
-github.com/KellerJordan/Muon), nor for the first layer of an image model, which embeds its pixels. Names and shapes in
-jdp's models, Flax and Equinox identify the hidden matrices: a convolution is a matrix [outputs, all other dimensions],
-and so is an attention kernel with a dimension for heads; layers stacked for a scan, and experts, are many matrices.
+and one weight decay serve both. Muon is not for "embeddings, classifier heads, and hidden gains/biases" (README of
+github.com/KellerJordan/Muon). The first layer of an image model embeds its pixels. Names and shapes in jdp's models,
+Flax and Equinox identify the hidden matrices. A convolution is a matrix [outputs, all other dimensions], and so is an
+attention kernel with a dimension for heads. Layers stacked for a scan, and experts, are many matrices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fault tolerance of a run: deadlines, flight recorders of all processes, checks of the state."""
+"""Fault tolerance of a run: deadlines, a diagnosis from all logs of events, checks of the state."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -2,16 +2,17 @@
 
 1. The loop reports to the thread its next activity, and the end of each step. A step may take ten median steps, but at
    least `seconds`; rare work that compiles, reads or writes may take `first_seconds`.
-2. Other threads do what may block. One writes the log. In a cluster one publishes the process' step once a second in
-   the coordination service, which works while the devices hang. A process whose deadline has passed publishes that too;
-   the others see it and stop. Process 0 notices a silent process, and all others notice a silent process 0. JAX's
-   heartbeats notice it later, abort all processes with 134, and name no process.
+2. In a cluster a second thread publishes the process' step once a second in the coordination service, which works while
+   the devices hang; the call itself may block. A process whose deadline has passed publishes that too; the others see
+   it and stop. Process 0 notices a silent process, and all others notice a silent process 0. JAX's heartbeats notice it
+   later, abort all processes with 134, and name no process.
 3. Each process prints the stacks of its threads and which process is behind, and exits with 75: a supervisor restarts
    the job from its last checkpoint. The report has a thread of its own, because disks and pipes may hang too.
 
 The first thread must survive any error: without memory any line may raise MemoryError, and no thread starts. A process
 that was stopped (Ctrl-Z) and continues gets its time again. On GPUs XLA has its own, shorter timeout
-(`set_xla_timeout`), which ends a process whose Python cannot run. `faulthandler`'s own timer would exit with 1.
+(`set_xla_timeout`), which ends a process whose Python cannot run. `faulthandler`'s own timer needs no thread of Python,
+but it exits with 1, after which no supervisor starts the job again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ half to all of HEARTBEAT_SECONDS."""
 _ANSWER_SECONDS = 4.0  # for the others to publish their positions
 _LAST_RESORT_SECONDS = 20.0  # after this time the process ends, whatever hangs
 _numbers = itertools.count(1)  # all processes make their deadlines in the same order
-
 
 DEVICES = "waiting for the devices"
 """The activity of a process that waits for another process."""
@@ -105,19 +105,21 @@ class Deadline:
         self._done, self._changed = threading.Event(), threading.Event()  # changed: publish at once
         self._peers: _Peers | None = None
         self._threads: list[threading.Thread] = []
-        self.on_tick: Callable[[], None] = lambda: None
+        self.on_tick: Callable[[], None] = lambda: None  # called once a second; it may not block
         self.on_expired: Callable[[Mapping[str, Any]], None] = lambda event: None
 
     def __enter__(self) -> Self:
         self._since = time.monotonic()
         joined, client = joined_as(), coordination_client()
         if joined is not None and client is not None:
-            self._peers = _Peers(client, *joined, next(_numbers))
-        names = {self._tick: "jdp whereabouts", self._note: "jdp log", self._watch: "jdp deadline"}
-        for target, name in names.items():
-            self._threads.append(threading.Thread(target=target, name=name, daemon=True))
-            self._threads[-1].start()
+            self._peers = peers = _Peers(client, *joined, next(_numbers))
+            self._start(lambda: self._publish(peers), "jdp whereabouts")
+        self._start(self._watch, "jdp deadline")
         return self
+
+    def _start(self, target: Callable[[], None], name: str) -> None:
+        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+        self._threads[-1].start()
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
@@ -203,6 +205,7 @@ class Deadline:
                     if self._peers is not None:
                         self._peers.heard = now
                 limit = self.limit
+                self.on_tick()
             except BaseException:  # memory is exhausted: the last known limit still holds
                 time.sleep(_TICK_SECONDS)
             before = time.monotonic()
@@ -217,26 +220,17 @@ class Deadline:
                 finally:
                     os._exit(TRY_AGAIN)
 
-    def _tick(self) -> None:
+    def _publish(self, peers: _Peers) -> None:
         """Publish, in a thread, the position of this process, and look for others whose time is up."""
-        peers = self._peers
         while not self._done.is_set():
             try:
-                if peers is not None:  # a process may stop within its first second
-                    peers.publish(self.position, once=self._once)
-                self._changed.wait(_TICK_SECONDS if peers is None or peers.asks is None else 0.1)
+                peers.publish(self.position, once=self._once)  # before a wait: it may stop within its first second
+                self._changed.wait(_TICK_SECONDS if peers.asks is None else 0.1)
                 self._changed.clear()
             except Exception:  # memory is exhausted; or the service is gone, and JAX ends this process
                 time.sleep(_TICK_SECONDS)
         with contextlib.suppress(Exception):
-            if peers is not None:
-                peers.leave()
-
-    def _note(self) -> None:
-        """Call `on_tick` once a second, in a thread of its own, because it writes to a disk that may hang."""
-        while not self._done.wait(_TICK_SECONDS):
-            with contextlib.suppress(Exception):
-                self.on_tick()
+            peers.leave()
 
     def _report(self, limit: float | None) -> None:
         try:

@@ -1,14 +1,16 @@
-"""Why a run is slow, hung or dead, and which process caused it: from the flight recorders of all processes.
+"""Why a run is slow, hung or dead, and which process caused it: from the logs of events of all processes.
 
-1. Each recorder is cut into visits. The last visits of all processes are examined together, earlier visits in short.
+1. Each log is cut into visits. The last visits of all processes are examined together, earlier visits in short.
 2. The end of the visit is the first of: a process that failed by itself, a process that ended silently, a deadline, a
    signal, the normal end. A process that reports the loss of another is never the cause.
+   Among processes that ended silently, the supervisors' events decide which was first, else the last events.
 3. If it continues: whether any process has moved lately, and which is behind.
 4. Where its steps spend time, and on which process; the goodput of all visits; the largest cost.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +20,9 @@ from typing import Any
 
 from jdp.base.formatting import format_seconds
 from jdp.guard.deadline import Position, capital, whereabouts
-from jdp.guard.flight_recorder import ENDS, FLIGHT, read, read_ranks
 from jdp.guard.time_account import Account, account, cause, pace
 from jdp.guard.watch import ALIVE_SECONDS, born
+from jdp.launch.events import ENDS, EVENT_LOGS, read, read_logs
 from jdp.launch.output import LOGS
 
 ERRORS = f"Messages by their text, each with cause and command: {Path(__file__).with_name('errors.md')}"
@@ -32,19 +34,14 @@ Events = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of a run.
-
-    Attributes:
-        pace: medians over the steps of each process, in seconds.
-        slow: the largest cause of a slow run, in words; None if nothing costs much.
-    """
+    """The state of a run."""
 
     state: str  # "finished", "stopped", "failed", "killed", "deadline", "hung", "running" or "unknown"
     began: int | None  # the process that caused it, if any is known
     words: list[str]  # sentences, the most important first
-    pace: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    pace: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])  # medians, in seconds
     goodput: Account = field(default_factory=Account)  # where all time went
-    slow: str | None = None
+    slow: str | None = None  # the largest cause of a slow run, in words; None if nothing costs much
 
 
 @dataclass(frozen=True)
@@ -53,21 +50,19 @@ class Seen:
 
     rank: int
     events: Events
+    supervised: Mapping[str, Any] | None = None  # its supervisor's event of its end
 
     @property
     def count(self) -> int:
-        """The number of processes of the run."""
         of = self.start.get("of", 1)
         return of if isinstance(of, int) else 1
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """The first event."""
         return self.events[0]
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The last event."""
         return self.events[-1]
 
     @property
@@ -128,11 +123,13 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnose why a run is slow, hung or dead."""
     now, lives = time.time() if now is None else now, lives or _lives
-    ranks = {rank: visits for rank, events in read_ranks(folder / FLIGHT).items() if (visits := _visits(rank, events))}
+    logs, nodes = read_logs(folder / EVENT_LOGS, "rank"), read_logs(folder / EVENT_LOGS, "node")
+    supervised = sorted((event for events in nodes.values() for event in events), key=lambda event: event["time"])
+    ranks = {rank: visits for rank, events in logs.items() if (visits := _visits(rank, events, supervised))}
     if not ranks:
-        return Diagnosis(
-            "unknown", None, [f"{folder / FLIGHT} has no flight recorder: no process began its loop there."]
-        )
+        spoken = [f"jdp launch: {event.get('words')}." for event in supervised[-_MOST_LINES:]]
+        unknown = f"{folder / EVENT_LOGS} has no log of a process: none began its loop there."
+        return Diagnosis("unknown", None, [unknown, *spoken])
     first = min(ranks)
     visits = _together(ranks)
     last = visits[-1]
@@ -144,17 +141,26 @@ def diagnose(
     spoken = (each for each in last[0].events if each["event"] != "deadline" and isinstance(each.get("words"), str))
     words += [str(each["words"]) for each in spoken]
     medians, slow = pace({seen.rank: seen.events for seen in last})
-    total = account(read(folder / FLIGHT / f"rank-{first:05}.jsonl"))
+    total = account(read(folder / EVENT_LOGS / f"rank-{first:05}.jsonl"))
     words += [*slow, *_before(visits), f"{capital(total.words())}."]
     return Diagnosis(state, began, words, medians, total, cause(medians, total))
 
 
-def _visits(rank: int, events: Events) -> list[Seen]:
-    """Cut events at each "start"; events before the first are dropped."""
+def _visits(rank: int, events: Events, supervised: Events) -> list[Seen]:
+    """Cut events at each "start", and add the supervisor's event; events before the first start are dropped."""
     starts = [i for i, event in enumerate(events) if event["event"] == "start"]
     if not starts and events:
-        return [Seen(rank, events)]  # a long visit: the recorder has lost its beginning
-    return [Seen(rank, events[i:j]) for i, j in zip(starts, [*starts[1:], len(events)], strict=True)]
+        return [Seen(rank, events)]  # a long visit: the log has lost its beginning
+    nexts = [*(events[i]["time"] for i in starts[1:]), math.inf]
+    visits = [events[i:j] for i, j in zip(starts, [*starts[1:], len(events)], strict=True)]
+    return [Seen(rank, visit, _end(visit, until, supervised)) for visit, until in zip(visits, nexts, strict=True)]
+
+
+def _end(visit: Events, until: float, supervised: Events) -> Mapping[str, Any] | None:
+    """Return the supervisor's event of the end of a visit's process; None if it was not the first that failed."""
+    who = (visit[0].get("host"), visit[0].get("pid"))
+    ends = (event for event in supervised if visit[-1]["time"] <= event["time"] < until and event["event"] == "ended")
+    return next((event for event in ends if (event.get("host"), event.get("pid")) == who), None)
 
 
 def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
@@ -190,8 +196,9 @@ def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | N
         own = next((frame for frame in frames if "jax/" not in frame and "<" not in frame), None)
         words += [f"Process {rank} was in {frames[0]}, called from {own}."] if own else []
         return "deadline", behind[0] if behind else None, words
-    silent = sorted((seen for seen in last if seen.left is None), key=lambda seen: seen.last["time"])
+    silent = [seen for seen in last if seen.left is None]
     if silent:
+        silent.sort(key=lambda seen: ((seen.supervised or {}).get("lost_peer") is not False, seen.last["time"]))
         return "killed", silent[0].rank, _killed(silent[0], len(last), now)
     if errors:
         words = "Every process reports that another one exited, and none reports why. Look at all logs."
@@ -222,6 +229,7 @@ def _killed(seen: Seen, count: int, now: float | None) -> list[str]:
     return [
         f"{who} ended without a word after step {seen.step:,}, while {seen.doing}; its last sign of life is of "
         f"{_clock(seen.last['time'])}{ago}.{others}",
+        *([f"jdp launch: {seen.supervised.get('words')}."] if seen.supervised else []),
         "A killed process (SIGKILL) ends like this: for lack of memory (see dmesg), by a scheduler's limit, by a "
         "person, or with its machine. Run again: it resumes from its last checkpoint.",
     ]

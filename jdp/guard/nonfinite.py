@@ -37,14 +37,10 @@ SHOWN = 4  # leaves, and rows, in a sentence
 
 @dataclass(frozen=True)
 class Bad:
-    """A leaf with NaN or infinities.
+    """A leaf with NaN or infinities."""
 
-    Attributes:
-        places: indices along its first dimension (rows of a batch, layers of a stack); empty for a scalar.
-    """
-
-    path: str  # of the leaf
-    places: tuple[int, ...]
+    path: str
+    places: tuple[int, ...]  # along its first dimension (rows of a batch, layers of a stack)
     size: int  # of that dimension
 
     def __str__(self) -> str:

@@ -116,7 +116,13 @@ def check_replicas(state: PyTree, *, what: str = "the state") -> int:
     taken = fingerprints(state)
     if taken is None:
         return 0
-    raise_for(taken.differences(), what)
+    if differences := taken.differences():
+        raise CorruptState(
+            f"Replicas of {what} must be equal bit for bit; {in_words(differences)}: the device, its memory or its "
+            "link computed wrong, unnoticed by JAX. Nothing of it was saved. Remove or test that device's host, and "
+            "run again: the newest checkpoint is from before the fault.",
+            differences,
+        )
     return len(taken.paths)
 
 
@@ -138,18 +144,6 @@ def fingerprints(state: PyTree) -> Fingerprints | None:
     with tracing_on(mesh):
         values = _computed(leaves, mesh, specs, len(processes_of(mesh)) > 1)
     return Fingerprints(paths, tuple(mesh.devices.flat), np.stack(parts, axis=1), values)
-
-
-def raise_for(differences: Sequence[Difference], what: str) -> None:
-    """Raise an error if replicas differ."""
-    if not differences:
-        return
-    raise CorruptState(
-        f"Replicas of {what} must be equal bit for bit; {in_words(differences)}: the device, its memory or its link "
-        "computed wrong, unnoticed by JAX. Nothing of it was saved. Remove or test that device's host, and run again: "
-        "the newest checkpoint is from before the fault.",
-        differences,
-    )
 
 
 def in_words(differences: Sequence[Difference]) -> str:

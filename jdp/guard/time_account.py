@@ -221,19 +221,12 @@ def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | N
 
 @dataclass(frozen=True)
 class _Cost:
-    """A cause for which the devices wait in a step, on the process with the longest wait.
+    """A cause for which the devices wait in a step, on the process with the longest wait."""
 
-    Attributes:
-        share: share of a step.
-        least: share from which it is reported.
-        cause: the cause in a line.
-        sentence: the cause and the fix.
-    """
-
-    share: float
-    least: float
-    cause: str
-    sentence: str
+    share: float  # of a step
+    least: float  # the share from which it is reported
+    cause: str  # in a line
+    sentence: str  # the cause and the fix
 
 
 def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[_Cost]:

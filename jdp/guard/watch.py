@@ -1,13 +1,15 @@
-"""The reports of a training loop to its flight recorder and its deadline."""
+"""The reports of a training loop to its log of events and its deadline."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import socket
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,10 +18,11 @@ from jdp.base.toml import cut
 from jdp.core.cluster.barrier import joined_as
 from jdp.core.cluster.initialize import is_lost_peer
 from jdp.guard.deadline import DEVICES, Deadline
-from jdp.guard.flight_recorder import FLIGHT, Flight
+from jdp.guard.time_account import account
+from jdp.launch.events import EVENT_LOGS, EventLog
 
 ALIVE_SECONDS = 5.0
-"""After this long without an event, the recorder notes that the process is alive."""
+"""After this long without an event, the log notes that the process is alive."""
 _LONGEST_ERROR, _MOST_FRAMES = 1000, 8
 _NEXT = {
     "data": "in its step",  # dispatched, or compiled
@@ -30,22 +33,18 @@ _NEXT = {
 
 
 class Watch:
-    """Reports the loop's activity to a flight recorder and a deadline. Use it in `with`.
+    """Reports the loop's activity to a log of events and a deadline. Use it in `with`."""
 
-    Attributes:
-        begun: whether the visit has steps to take.
-    """
-
-    def __init__(self, flight: Flight, deadline: Deadline) -> None:
-        self.flight, self.deadline = flight, deadline
+    def __init__(self, log: EventLog, deadline: Deadline) -> None:
+        self.log, self.deadline = log, deadline
         self._step = 0
         self._first = True
-        self.begun = False
+        self.begun = False  # whether the visit has steps to take
         self._start = self._mark = time.perf_counter()
         self._parts: dict[str, float] = {}
         self._aside = 0.0
         deadline.on_tick = self._alive
-        deadline.on_expired = lambda event: flight.event("deadline", **event)
+        deadline.on_expired = lambda event: log.event("deadline", **event)
 
     def __enter__(self) -> Self:
         self.deadline.__enter__()
@@ -59,7 +58,7 @@ class Watch:
         note_progress(step)
         self._step, self.begun = step, True
         self._restart()
-        self.flight.event("resumed" if step else "started", step=step, **facts)
+        self.log.event("resumed" if step else "started", step=step, **facts)
         self.deadline.says("waiting for data")
 
     def mark(self, part: str) -> None:
@@ -68,7 +67,7 @@ class Watch:
         self._parts[part] = self._parts.get(part, 0.0) + now - self._mark
         self._mark = now
         if self._first and part == "data":
-            self.flight.event("begin", doing="compile", step=self._step + 1)
+            self.log.event("begin", doing="compile", step=self._step + 1)
             self.deadline.says("compiling its first step")
         else:
             self.deadline.says(_NEXT[part])
@@ -77,7 +76,7 @@ class Watch:
         """Report the end of a step: its seconds and their parts, data, dispatch, wait, host."""
         seconds = time.perf_counter() - self._start - self._aside
         parts = {"seconds": seconds, **self._parts, "host": max(seconds - sum(self._parts.values()), 0.0)}
-        self.flight.event("step", step=step, **{name: round(value, 6) for name, value in parts.items()})
+        self.log.event("step", step=step, **{name: round(value, 6) for name, value in parts.items()})
         self.deadline.step(step, "waiting for data")
         self._step, self._first = step, False
         self._restart()
@@ -86,11 +85,11 @@ class Watch:
     def during(self, doing: str) -> Generator[None]:
         """Report the work in `with`, such as "eval", "save", "restore"; its time does not count for the step."""
         start = time.perf_counter()
-        self.flight.event("begin", doing=doing, step=self._step)
+        self.log.event("begin", doing=doing, step=self._step)
         with self.deadline.during(_DOING.get(doing, doing)):
             yield
         now = time.perf_counter()
-        self.flight.event("end", doing=doing, step=self._step, seconds=round(now - start, 6))
+        self.log.event("end", doing=doing, step=self._step, seconds=round(now - start, 6))
         self._aside += now - start
         self._mark = now
 
@@ -103,9 +102,10 @@ class Watch:
         self._parts, self._aside = {}, 0.0
 
     def _alive(self) -> None:
-        if time.monotonic() - self.flight.last > ALIVE_SECONDS:
+        """Note in a thread, because the disk may hang, that the process is alive."""
+        if time.monotonic() - self.log.last > ALIVE_SECONDS and not self.log.is_writing:
             position = self.deadline.position
-            self.flight.event("alive", doing=position.doing, step=position.step)
+            _thread.start_new_thread(self.log.event, ("alive",), {"doing": position.doing, "step": position.step})
 
 
 _DOING = {"eval": "evaluating", "save": "saving", "restore": "restoring", "wait": "waiting for a save"}
@@ -115,22 +115,23 @@ _DOING = {"eval": "evaluating", "save": "saving", "restore": "restoring", "wait"
 def watching(folder: Path, deadline: Deadline, at_end: Callable[[], Mapping[str, Any]]) -> Generator[Watch]:
     """Record a visit of a run while in `with`, and its end, under a deadline; `at_end` returns facts about the end."""
     rank, count = joined_as() or (0, 1)
-    flight = Flight(folder / FLIGHT, rank)
-    flight.event("start", rank=rank, of=count, pid=os.getpid(), host=socket.gethostname(), began=born())
+    file = folder / EVENT_LOGS / f"rank-{rank:05}.jsonl"
+    log = EventLog(file, account=lambda events: asdict(account(events)))
+    log.event("start", rank=rank, of=count, pid=os.getpid(), host=socket.gethostname(), began=born())
     try:
-        with Watch(flight, deadline) as watch:
+        with Watch(log, deadline) as watch:
             yield watch
-        flight.event("finished" if watch.begun else "nothing to do", **at_end())
+        log.event("finished" if watch.begun else "nothing to do", **at_end())
     except SystemExit as leaving:
-        flight.event("stopped", code=leaving.code, **at_end())
+        log.event("stopped", code=leaving.code, **at_end())
         raise
     except BaseException as error:
         at = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
         text = cut(f"{type(error).__name__}: {error}".removesuffix(": "), _LONGEST_ERROR)
-        flight.event("failed", error=text, at=at[-_MOST_FRAMES:], lost_peer=is_lost_peer(error), **at_end())
+        log.event("failed", error=text, at=at[-_MOST_FRAMES:], lost_peer=is_lost_peer(error), **at_end())
         raise
     finally:
-        flight.close()
+        log.close()
 
 
 def born(process: int | str = "self") -> float:

@@ -78,7 +78,6 @@ class Child:
 
     @property
     def last_words(self) -> list[str]:
-        """The last lines of its output."""
         return [line.decode(errors="replace") for line in self.streams[0].tail]
 
 

@@ -18,17 +18,22 @@ fails before all have joined fails only on its node. Such restarts go on for som
 """
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from jdp.base.errors import UserError
 from jdp.base.progress_file import JOINED, read_progress
+from jdp.launch.events import EventLog
 from jdp.launch.output import Outputs, say
 from jdp.launch.processes import Child, Nodes, Processes, environments, part_of
 
@@ -40,6 +45,7 @@ IN_VAIN = 2
 """Largest number of restarts in a row without progress."""
 
 PAUSE_SECONDS = 1.0
+ABANDONED_SECONDS = 60.0
 UNCOUNTED_SECONDS = 300.0
 """How long a node restarts processes that fail before all nodes have joined."""
 
@@ -58,6 +64,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     max_restarts: int = 0,
     log_dir: Path | None = None,
+    event_log: Path | None = None,
     reports_progress: bool = False,
     nodes: Nodes | None = None,
 ) -> int:
@@ -73,6 +80,7 @@ def launch(
         environment: initial variables (default: those of this process).
         max_restarts: number of restarts of all processes after a failure.
         log_dir: folder of a log file per process; None: no log files.
+        event_log: this node's log in the run's events, of the first failure and the restarts; None: no run.
         reports_progress: True if the command reports its progress from its start, as `jdp train` does: if it fails
             three times before any progress, it is not restarted.
         nodes: the machines of the cluster, each of which calls this with the same command and number of processes;
@@ -90,9 +98,8 @@ def launch(
     if max_restarts < 0:
         raise UserError(f"A number of restarts is 0 or more; given {max_restarts}. 0 means: end when one fails.")
     start, outputs = dict(os.environ if environment is None else environment), Outputs(clean_stdout, log_dir)
-    with tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        restarts = Restarts(max_restarts, reports_progress, folder, several_nodes=nodes is not None)
+    with _folder() as folder:
+        restarts = Restarts(max_restarts, reports_progress, folder, several_nodes=nodes is not None, log=event_log)
         with recorded_signals() as signals:
             while True:
                 part = part_of(nodes, processes)
@@ -101,12 +108,42 @@ def launch(
                     watch(running, signals, grace_seconds)
                 if (cause := running.cause) is None:
                     break
-                report(cause, part.processes, signals, running.children)
+                report(cause, part.processes, signals, running.children, event_log)
                 if signals or not restarts.another(cause.status):
                     return restarts.exit_code(cause.status)
         if nodes is not None and (folder / JOINED).exists():
             _wait_for_nodes(nodes)
         return 0
+
+
+@contextlib.contextmanager
+def _folder() -> Generator[Path]:
+    """Make a folder for the processes' progress, and remove those of launchers that were killed.
+
+    A launcher locks its folder until it ends, however it ends. Without locks in the file system, nothing is removed.
+    """
+    with tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True) as name:
+        handle = os.open(name, os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        for other in Path(name).parent.glob("jdp-launch-*"):
+            with contextlib.suppress(OSError):
+                _remove_abandoned(other)
+        try:
+            yield Path(name)
+        finally:
+            os.close(handle)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove a folder that nobody has locked, unless it is so new that it may be locked soon. Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
+            shutil.rmtree(folder)
+    finally:
+        os.close(handle)
 
 
 def _wait_for_nodes(nodes: Nodes) -> None:
@@ -132,11 +169,20 @@ def watch(running: Processes, signals: Sequence[int], grace_seconds: float) -> N
             passed_on = len(signals)
 
 
-def report(cause: Child, processes: int, signals: Sequence[int], children: Sequence[Child]) -> None:
-    """Report on stderr which process failed first, how, and its last lines of output."""
+def tell(log: Path | None, event: str, words: str, more: str = "", **values: Any) -> None:
+    """Report on stderr, and in this node's log if the run has one."""
+    say(words + more)
+    if log is not None:
+        with contextlib.closing(EventLog(log)) as events:
+            events.event(event, words=words, **values)
+
+
+def report(cause: Child, processes: int, signals: Sequence[int], children: Sequence[Child], log: Path | None) -> None:
+    """Report which process failed first, how, and its last lines of output."""
     who = f"process {cause.rank} of {processes} {cause.how}"
+    facts = {"rank": cause.rank, "pid": cause.process.pid, "host": socket.gethostname(), "lost_peer": cause.aborted}
     if signals:
-        say(f"{who}, after {signal.Signals(signals[0]).name}.")
+        tell(log, "ended", f"{who}, after {signal.Signals(signals[0]).name}", ".", **facts)
         return
     why = ""
     if cause.aborted:
@@ -147,7 +193,7 @@ def report(cause: Child, processes: int, signals: Sequence[int], children: Seque
     if early and (cause.aborted or cause.status == SOFTWARE_ERROR):
         why += f" (process {', '.join(early)} had left before it, with exit code 0: all must take the same steps)"
     words = [f"    {line}" for line in cause.last_words] or ["    (nothing)"]
-    say("\n".join([f"{who}{why}. Its last output:", *words]))
+    tell(log, "ended", f"{who}{why}", "\n".join([". Its last output:", *words]), **facts)
 
 
 @contextlib.contextmanager
@@ -175,6 +221,7 @@ class Restarts:
     reports_progress: bool  # True if a program without a report has made no progress
     folder: Path  # in which the processes report their progress
     several_nodes: bool = False  # True if there are other nodes
+    log: Path | None = None  # this node's log in the run's events
     made: int = 0  # number of restarts so far
     _until: float = field(default_factory=lambda: time.monotonic() + UNCOUNTED_SECONDS)
     _before: int | None = field(default=None)
@@ -188,7 +235,8 @@ class Restarts:
         if self.several_nodes and not (self.folder / JOINED).exists():  # not all had joined
             again = status != TRY_AGAIN and time.monotonic() < self._until  # a wait in vain has used up its time
             if again:
-                say("it failed before all processes had joined: started again, which is not counted")
+                words = "it failed before all processes had joined: started again, which is not counted"
+                tell(self.log, "restart", words)
                 time.sleep(PAUSE_SECONDS)
             return again
         step = read_progress(self.folder)
@@ -197,23 +245,21 @@ class Restarts:
         if self._in_vain == IN_VAIN:
             self._crash_loop = True
             where = f"after checkpoint {step}" if step else "before its first checkpoint"
-            say(f"crash loop: failed {where} {IN_VAIN + 1} times in a row; not started again")
+            words = f"crash loop: failed {where} {IN_VAIN + 1} times in a row; not started again"
+            tell(self.log, "given up", words)
             return False
         if self.made >= self.most:
-            say(f"not started again: {self.most} restart{'s' * (self.most > 1)} of {self.most} made (--max-restarts)")
+            count = f"{self.most} restart{'s' * (self.most > 1)} of {self.most}"
+            tell(self.log, "given up", f"not started again: {count} made (--max-restarts)")
             return False
         self.made, self._before = self.made + 1, step
         self._until = time.monotonic() + UNCOUNTED_SECONDS
         (self.folder / JOINED).unlink(missing_ok=True)
-        say(f"restart {self.made} of {self.most}{whence(step)}")
+        whence = "" if step is None else f", from step {step}" if step else ", from the beginning"
+        tell(self.log, "restart", f"restart {self.made} of {self.most}{whence}")
         return True
 
     def exit_code(self, status: int) -> int:
         """Return the exit code, given that of the process that failed first; a crash loop must not be tried again."""
         code = 128 - status if status < 0 else status
         return SOFTWARE_ERROR if self._crash_loop and code == TRY_AGAIN else code
-
-
-def whence(step: int | None) -> str:
-    """Return the step from which, or after which, a restart resumes, as the end of a sentence."""
-    return "" if step is None else f", from step {step}" if step else ", from the beginning"

@@ -29,17 +29,11 @@ from jdp.models.transformer import Attention, Layer
 
 @dataclass(frozen=True)
 class Draw:
-    """How a token is drawn.
+    """How a token is drawn."""
 
-    Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw among the k likeliest tokens; None: among all.
-        top_p: draw among the likeliest of these with this total probability (arXiv:1904.09751, section 3.1); None:
-            among all.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
+    temperature: float = 1.0  # divides the logits; 0 takes the likeliest token
+    top_k: int | None = None  # draw among the k likeliest tokens; None: among all
+    # draw among the likeliest of these with this total probability (arXiv:1904.09751, section 3.1); None: among all
     top_p: float | None = None
 
     @staticmethod
@@ -82,13 +76,9 @@ Block = Callable[[Layer, jax.Array, KeyValues | None], tuple[jax.Array, KeyValue
 
 
 def prefill(model: GPT, tokens: jax.Array, last: jax.Array, capacity: int) -> tuple[jax.Array, Cache]:
-    """Return the logits after position `last`, [batch, vocab_size] float32, and the cache.
+    """Return the logits after position `last`, [batch, vocab_size] float32, and a cache of `capacity` positions.
 
-    Args:
-        model: a GPT.
-        tokens: [batch, length] integers, padded at the end with any tokens.
-        last: [] integer, the position of the prompt's last token.
-        capacity: positions of the cache, `length` at least.
+    The tokens [batch, length] are padded with any tokens after the prompt's last, at position `last` [].
     """
 
     def block(layer: Layer, x: jax.Array, _: KeyValues | None) -> tuple[jax.Array, KeyValues]:
@@ -105,11 +95,7 @@ def prefill(model: GPT, tokens: jax.Array, last: jax.Array, capacity: int) -> tu
 def step(model: GPT, tokens: jax.Array, at: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """Return the logits after one more token of each row, [batch, vocab_size] float32, and the cache with it.
 
-    Args:
-        model: a GPT.
-        tokens: [batch] integers.
-        at: [] integer, their position.
-        cache: cache of all earlier positions.
+    The tokens [batch] have the position `at` []; the cache has all earlier positions.
     """
     position = jnp.broadcast_to(at, (tokens.shape[0], 1))
 
@@ -176,15 +162,9 @@ def _next(
 def stream(
     model: GPT, prompt: ArrayLike, *, length: int, draw: Draw, rng: jax.Array, longest: int | None = None
 ) -> Iterator[int]:
-    """Yield up to `length` tokens after a prompt, each as soon as it is drawn. Token i draws with `fold_in(rng, i)`.
+    """Yield up to `length` tokens after a prompt [prompt], as soon as they are drawn; token i with `fold_in(rng, i)`.
 
-    Args:
-        model: a GPT.
-        prompt: [prompt] integers, at least one.
-        length: tokens to add; with the prompt, at most `context`.
-        draw: sampling options.
-        rng: typed key.
-        longest: tokens of the longest prompt, if several share the compiled programs; None: this prompt.
+    `longest` is the length of the longest prompt, if several share the compiled programs; None: of this prompt.
 
     Raises:
         ValueError: an empty prompt, or more tokens than the context holds.
@@ -206,13 +186,8 @@ def stream(
 def continued(model: GPT, tokens: jax.Array, last: jax.Array, rng: jax.Array, *, length: int, draw: Draw) -> jax.Array:
     """Return the tokens after each prompt, [batch, length] int32, as `stream` does, but inside `jax.jit`.
 
-    Args:
-        model: a GPT, sharded in any way; prompt and text fit into its `context`.
-        tokens: [batch, prompt] integers, padded at the end with any tokens.
-        last: [] integer, the position of a prompt's last token.
-        rng: typed key.
-        length: tokens to add, at least 1.
-        draw: sampling options.
+    The model may be sharded; prompt and text fit into its `context`. The tokens [batch, prompt] are padded after
+    position `last` [] with any tokens; `length` is at least 1.
     """
     logits, cache = prefill(model, tokens, last, tokens.shape[1] + length)
 

@@ -20,8 +20,8 @@ from flax import nnx
 
 from jdp.models.configs import GPTConfig, require
 from jdp.models.losses import linear_next_token_loss
-from jdp.models.modules import Linear, dropout, plus_to_each, product
-from jdp.models.transformer import LayerSpec, Segments, fold_range, make_layers, run_layers
+from jdp.models.modules import Linear, plus_to_each, product
+from jdp.models.transformer import LayerSpec, Segments, make_layers, run_layers
 
 INIT_STD = 0.02
 
@@ -81,19 +81,14 @@ class GPT(nnx.Module):
         Raises:
             ValueError: as for a call of the model.
         """
-        config = self.config
-        _check_tokens(tokens, config)
+        _check_tokens(tokens, self.config)
         if segments is not None:
             given, rule = f"{segments.dtype}{list(segments.shape)}", "segments are integers {}, as the tokens"
             fits = segments.shape == tokens.shape and jnp.issubdtype(segments.dtype, jnp.integer)
             require(fits, rule.format(list(tokens.shape)), given, "Number each row's documents")
         packed = None if segments is None else Segments.of(segments)
-        x, keys = self.embed(tokens, None if packed is None else packed.position), None
-        if rng is not None and config.dropout > 0:
-            keys = fold_range(rng, config.layers)
-            x = dropout(x, config.dropout, jax.random.fold_in(rng, config.layers), site=0)
-        x = run_layers(self.layers, x, keys, remat=config.remat, scan=config.scan, segments=packed)
-        return self.final_norm(x)
+        x = self.embed(tokens, None if packed is None else packed.position)
+        return self.final_norm(run_layers(self.layers, x, self.config, rng, packed))
 
     def loss(
         self,

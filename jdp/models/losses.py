@@ -279,14 +279,7 @@ def next_token_scores(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cross-entropy in nats, float32, and the rank, int32, of every target: both [batch, length].
 
-    Logits that would take more than `chunk_bytes` on a device are computed for some positions at a time.
-
-    Args:
-        features: [batch, length, width].
-        head: [width, vocab_size]; with `tied` [vocab_size, width].
-        targets: [batch, length] integers.
-        tied: which of its dimensions the head has first.
-        chunk_bytes: most bytes of float32 logits on a device.
+    The arguments are those of `linear_next_token_loss`, which also computes logits for some positions at a time.
     """
     batch, length, _ = features.shape
     count, of_chunk = chunks(batch, length, head.shape[0 if tied else 1], chunk_bytes)

@@ -110,11 +110,7 @@ class Classifier(Linear):
 class Norm(nnx.Module):
     """LayerNorm (arXiv:1607.06450) or, with `center=False`, RMSNorm (arXiv:1910.07467) of the last dim, in x's dtype.
 
-    Args:
-        width: size of the last dim.
-        center: subtract the mean.
-        bias: whether a learned offset is added.
-        eps: added to the variance.
+    `eps` is added to the variance, and with `bias` a learned offset to the result.
     """
 
     def __init__(self, width: int, *, center: bool, bias: bool, eps: float) -> None:

@@ -19,7 +19,7 @@ from jdp.core.layers import looped
 from jdp.core.rematerialisation import ATTENTION
 from jdp.core.sharding.traced_mesh import traced_device
 from jdp.models.attention import attend
-from jdp.models.configs import GPTConfig, Remat, Scan
+from jdp.models.configs import GPTConfig, ViTConfig
 from jdp.models.modules import Linear, LoRA, Norm, dropout, mapped
 
 
@@ -202,16 +202,18 @@ def make_layers(spec: LayerSpec, key: jax.Array) -> Layer | nnx.List[Layer]:
 def run_layers(
     layers: Layer | nnx.List[Layer],
     x: jax.Array,
-    keys: jax.Array | None,
-    *,
-    remat: Remat | None,
-    scan: Scan,
+    config: GPTConfig | ViTConfig,
+    rng: jax.Array | None,
     segments: Segments | None = None,
 ) -> jax.Array:
-    """Apply the layers of `make_layers` to x [batch, length, width].
+    """Apply dropout and the layers of `make_layers` to the embedding x [batch, length, width].
 
-    `keys` [layers] are for dropout (None: no dropout), and `segments` the documents of packed rows.
+    `rng` is for dropout (None: no dropout), and `segments` are the documents of packed rows.
     """
+    keys = None
+    if rng is not None and config.dropout > 0:
+        keys = fold_range(rng, config.layers)
+        x = dropout(x, config.dropout, jax.random.fold_in(rng, config.layers), site=0)
     # The parameters are passed as the module's own arrays, because a sharding plan recognises them by identity, and
     # gathers a layer when the loop reaches it. `looped` unrolls a list, and scans a tuple as one tree.
     if isinstance(layers, nnx.List):
@@ -223,7 +225,7 @@ def run_layers(
         layer, key = operands
         return layer(x, key, segments)
 
-    return looped(block, stacked, x, remat=remat, scan=scan)
+    return looped(block, stacked, x, remat=config.remat, scan=config.scan)
 
 
 def fold_range(key: jax.Array, count: int) -> jax.Array:

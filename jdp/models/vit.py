@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdp.models.configs import GPTConfig, ViTConfig, require_images
-from jdp.models.modules import Classifier, Linear, dropout, plus_to_each
-from jdp.models.transformer import LayerSpec, fold_range, make_layers, run_layers
+from jdp.models.modules import Classifier, Linear, plus_to_each
+from jdp.models.transformer import LayerSpec, make_layers, run_layers
 
 POSITION_STD = 0.02
 
@@ -78,11 +78,7 @@ class ViT(nnx.Module):
         del weights
         config = self.config
         require_images(images, channels=config.channels, size=config.image_size)
-        x, keys = self.embed(images), None
-        if rng is not None and config.dropout > 0:
-            keys = fold_range(rng, config.layers)
-            x = dropout(x, config.dropout, jax.random.fold_in(rng, config.layers), site=0)
-        x = self.final_norm(run_layers(self.layers, x, keys, remat=config.remat, scan=config.scan))
+        x = self.final_norm(run_layers(self.layers, self.embed(images), config, rng))
         if config.pool == "token":
             return self.head(x[:, 0])
         return self.head(jnp.mean(x, axis=1, dtype=jnp.float32).astype(x.dtype))

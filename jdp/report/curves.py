@@ -62,10 +62,6 @@ class Chart:
     note: str = ""  # text below it
 
     @property
-    def finite(self) -> list[float]:
-        return [value for curve in self.curves for value in curve.values if math.isfinite(value)]
-
-    @property
     def picture(self) -> Markup:
         """The chart as an `<svg>` element."""
         with mpl.rc_context(SETTINGS):
@@ -229,7 +225,7 @@ def _label_steps(axes: Axes, drawn: Chart) -> None:
 
 def _label_values(axes: Axes, drawn: Chart) -> None:
     axes.grid(visible=True, axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
-    finite = drawn.finite
+    finite = [value for curve in drawn.curves for value in curve.values if math.isfinite(value)]
     largest = max(map(abs, finite), default=0.0)
     if drawn.may_be_log and finite and min(finite) > 0 and max(finite) > _LOG * min(finite):
         axes.set_yscale("log")

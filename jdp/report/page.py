@@ -40,13 +40,7 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def page(template: str, *, title: str, **values: Any) -> str:
-    """Return a page as HTML text.
-
-    Args:
-        template: name of a template that extends `page.html` and has `sections`, with a block for each.
-        title: of the page.
-        values: variables of the blocks.
-    """
+    """Return a page as HTML text: a template that extends `page.html` has `sections`, with a block for each."""
     return templates().get_template(template).render(title=title, **values)
 
 

@@ -55,6 +55,11 @@ def memory_section(estimates: Sequence[tuple[str, Estimate]]) -> dict[str, Any] 
         ("memory for a step", [each.available_bytes for _, each, _ in held], ""),
     ]
     counts = [(words, row, kind) for words, row, kind in counts if any(row)]
+    closed_forms = dict[str, list[str]]()
+    for _, estimate, memory in held:
+        if (row := estimate.closed_form) is not None:
+            cells = (row.parameters, row.gradients, row.optimizer, row.total, memory.parameters + memory.optimizer)
+            closed_forms.setdefault(estimate.strategy, [estimate.strategy, *map(format_bytes, cells)])
     rooms = [(name, each.headroom) for name, each, _ in held if each.headroom is not None]
     return {
         "picture": _bars(held, longest),
@@ -66,7 +71,7 @@ def memory_section(estimates: Sequence[tuple[str, Estimate]]) -> dict[str, Any] 
             [words, *("?" if count is None else format_bytes(count) for count in row)] for words, row, _ in counts
         ],
         "kinds": [kind for _, _, kind in counts],
-        "closed_form": _closed_form(held),
+        "closed_form": list(closed_forms.values()),
     }
 
 
@@ -97,15 +102,6 @@ def _bars(held: Held, longest: int) -> Markup:
             axes.annotate(label, (behind, row), (6, 0), textcoords="offset points", va="center", color=INK)
         described = "Bytes of a device’s memory by class, for each candidate; the table below has the same numbers."
         return inline(figure, described)
-
-
-def _closed_form(held: Held) -> list[list[str]]:
-    rows = dict[str, list[str]]()
-    for _, estimate, memory in held:
-        if (row := estimate.closed_form) is not None:
-            cells = (row.parameters, row.gradients, row.optimizer, row.total, memory.parameters + memory.optimizer)
-            rows.setdefault(estimate.strategy, [estimate.strategy, *map(format_bytes, cells)])
-    return [*rows.values()]
 
 
 # Time.

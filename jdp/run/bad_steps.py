@@ -26,11 +26,11 @@ from jdp.core.state import TrainState
 from jdp.core.types import Batch, Device
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
-from jdp.guard.flight_recorder import Flight
 from jdp.guard.nonfinite import save_batch
 from jdp.guard.replicas import CorruptState, Difference, Fingerprints, fingerprints, in_words
 from jdp.guard.stragglers import HostTimes
 from jdp.guard.watch import Watch
+from jdp.launch.events import EventLog
 from jdp.run.progress import Progress
 
 AHEAD = 2
@@ -88,7 +88,7 @@ class Health:
             self._compare(state, step)
         self._check_until(step - AHEAD, state)
         if line := self._hosts.after(step):
-            self._watch.flight.event("late", step=step, words=f"{line[:1].upper()}{line[1:]}.")
+            self._watch.log.event("late", step=step, words=f"{line[:1].upper()}{line[1:]}.")
             self._say(line)
         self._hosts.results()
 
@@ -131,7 +131,7 @@ class Health:
             self._check(last, state)
         while self._compared and self._compared[0][0] <= step:
             compared, taken = self._compared.pop(0)
-            check_devices(taken.differences(), compared, self._watch.flight)
+            check_devices(taken.differences(), compared, self._watch.log)
         return last
 
     def _check(self, queued: Queued, state: TrainState) -> None:
@@ -152,11 +152,11 @@ class Health:
             self._inspected += 1
             sentences += self._found(state, queued.batch, queued.step)
             try:
-                file = save_batch(self._watch.flight.file.parent, queued.step, queued.batch)
+                file = save_batch(self._watch.log.file.parent, queued.step, queued.batch)
                 sentences.append(f"Its batch is in {file}.")
             except OSError as error:
                 sentences.append(f"Its batch cannot be written: {error.strerror}.")
-        self._watch.flight.event("bad step", step=queued.step, words=" ".join(sentences))
+        self._watch.log.event("bad step", step=queued.step, words=" ".join(sentences))
         for sentence in sentences:
             self._say(sentence)
 
@@ -200,7 +200,7 @@ class WrongDevice(CorruptState):
     exit_code = 78
 
 
-def check_devices(differences: Sequence[Difference], step: int, flight: Flight) -> None:
+def check_devices(differences: Sequence[Difference], step: int, log: EventLog) -> None:
     """End the run if copies of the state after a step differ. All processes call it with the same differences.
 
     Raises:
@@ -213,7 +213,7 @@ def check_devices(differences: Sequence[Difference], step: int, flight: Flight) 
     devices = tuple(dict.fromkeys(device for each in differences for device in each.devices))
     where = dict.fromkeys(hosts[device.process_index] for device in devices)
     why = f"after step {step} {in_words(differences)}, on host {', '.join(where)}"
-    flight.event("corrupt", step=step, words=f"{why[:1].upper()}{why[1:]}.")
+    log.event("corrupt", step=step, words=f"{why[:1].upper()}{why[1:]}.")
     if differences[0].agreeing:
         advice = leave_out(devices[0], hosts)
     else:

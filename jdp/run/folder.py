@@ -29,7 +29,7 @@ from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.model import HF
 from jdp.guard.diagnosis import LOGS
-from jdp.guard.flight_recorder import FLIGHT
+from jdp.launch.events import EVENT_LOGS
 from jdp.run.outputs.metrics import EVENTS, JSONL, replace_file
 from jdp.run.signals import TRY_AGAIN
 
@@ -134,7 +134,7 @@ def _claim(claim: Claim, toml: str) -> bool:
                 f"{folder} was left before its first step was logged or saved, by a run of another experiment "
                 f"({'; '.join(differing)}): it is taken over"
             )
-            for file in (folder / FLIGHT).glob("rank-*.jsonl"):
+            for file in (folder / EVENT_LOGS).glob("rank-*.jsonl"):
                 file.unlink()
         try:
             record(toml, folder)
@@ -165,7 +165,7 @@ def check_same(folder: Path, toml: str) -> None:
 
 def _is_unused(folder: Path) -> bool:
     """Return True if it has only the files of a visit's start: no row of metrics, no checkpoint, no other file."""
-    known = (FILE, f"{FILE}.new", LOCK, JSONL, CHECKPOINTS, FLIGHT, LOGS)
+    known = (FILE, f"{FILE}.new", LOCK, JSONL, CHECKPOINTS, EVENT_LOGS, LOGS)
     paths = {path.name: path for path in folder.iterdir() if not path.name.startswith(f"{EVENTS}.out.tfevents.")}
     rows, checkpoints = paths.get(JSONL), paths.get(CHECKPOINTS)
     has_rows = rows is not None and (not rows.is_file() or rows.stat().st_size > 0)
@@ -178,11 +178,11 @@ def _discard_unused(folder: Path) -> None:
     with contextlib.suppress(OSError):
         if not _is_unused(folder):
             return
-        events, flight = folder.glob(f"{EVENTS}.out.tfevents.*"), (folder / FLIGHT).glob("rank-*.jsonl")
+        events, logs = folder.glob(f"{EVENTS}.out.tfevents.*"), (folder / EVENT_LOGS).glob("rank-*.jsonl")
         names = (JSONL, f"{FILE}.new", FILE, LOCK)  # the files that mark a run's folder come last
-        for file in (*events, *flight, *(folder / name for name in names)):
+        for file in (*events, *logs, *(folder / name for name in names)):
             file.unlink(missing_ok=True)
-        for made in (folder / CHECKPOINTS, folder / FLIGHT, folder):
+        for made in (folder / CHECKPOINTS, folder / EVENT_LOGS, folder):
             with contextlib.suppress(OSError):
                 made.rmdir()
 

@@ -84,7 +84,7 @@ def _visit(
         return {"step": progress.done, "stopped_early": progress.stops_early(experiment)} | signal
 
     with watching(folder, limits, at_end) as watch:
-        stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
+        stop.on_signal = lambda number: watch.log.event("signal", signal=number.name)
         with Checkpoints(
             folder / CHECKPOINTS, mirror=train.mirror, best=best.metric if train.keep_best else None, **kept
         ) as saved:

@@ -24,8 +24,8 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.make import folder_of
 from jdp.experiment.schema.train import Train
-from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
+from jdp.launch.events import EVENT_LOGS, read
 from jdp.run.evaluation import Best, Row
 from jdp.run.outputs.terminal import clock
 
@@ -183,6 +183,6 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
         "trained_parameters": training.trained_count,
         "skipped": progress.skipped,
         "resumed_from": progress.resumed_from,
-        "goodput": account(read(folder / FLIGHT / "rank-00000.jsonl")).as_summary(),
+        "goodput": account(read(folder / EVENT_LOGS / "rank-00000.jsonl")).as_summary(),
         "folder": str(folder),
     }

@@ -14,9 +14,9 @@ from jdp.base.toml import parse, toml_value
 from jdp.base.user_path import PathError, user_path
 from jdp.base.words import nearest
 from jdp.experiment.file import ExperimentError
-from jdp.guard.flight_recorder import FLIGHT, history
-from jdp.guard.flight_recorder import read as read_flight
 from jdp.guard.time_account import account
+from jdp.launch.events import EVENT_LOGS, history
+from jdp.launch.events import read as read_events
 from jdp.run.folder import CHECKPOINTS, FILE, flat
 from jdp.run.outputs.metrics import JSONL, SAMPLES, read
 
@@ -55,7 +55,7 @@ def read_run(folder: Path, name: str) -> Run:
     try:
         toml = (folder / FILE).read_bytes().decode(errors="replace")
         rows = _rows(folder / JSONL, notes)
-        events = read_flight(folder / FLIGHT / "rank-00000.jsonl")
+        events = read_events(folder / EVENT_LOGS / "rank-00000.jsonl")
         names = [path.name for path in (folder / CHECKPOINTS).glob("*")]
         samples = read_samples(folder, notes)
     except OSError as error:
@@ -63,7 +63,7 @@ def read_run(folder: Path, name: str) -> Run:
         raise ExperimentError(f"{file} cannot be read: {error.strerror}; name a run that you may read") from None
     visits, spent = history(events), account(events)
     if not visits:
-        notes.append(f"There is no {FLIGHT}/rank-00000.jsonl: resumes and stops of the run are unknown.")
+        notes.append(f"There is no {EVENT_LOGS}/rank-00000.jsonl: resumes and stops of the run are unknown.")
     settings = dict[str, str]()
     try:
         settings = {key: toml_value(value) for key, value in flat(parse(toml)).items()}

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 from parsed_modules import MODULES, ORDER
 from paths import EXPERIMENTS, ROOT
-from test_docstrings import LONGEST_SENTENCE, PRIVATE_WORDS, sentences
+from test_docstrings import private_words, too_long
 
 from jdp.cli.main import COMMANDS
 from jdp.cli.options import flags_of, parse, split_overrides
@@ -86,14 +86,11 @@ def rows(text):
 
 def long_sentences(text):
     cells = [cell for row in rows(text) for cell in row]
-    paragraphs = re.sub(r"^#.*$", "", prose(text), flags=re.M)
-    found = [each for part in (paragraphs, *cells) for each in sentences(part)]
-    return [each for each in found if len(re.findall(r"[\w'-]*\w[\w'-]*", each)) > LONGEST_SENTENCE]
+    return too_long([re.sub(r"^#.*$", "", prose(text), flags=re.M), *cells])
 
 
-def private_words(text):
-    written = re.sub(r"`[^`]*`", "code", without_code(text))
-    return sorted({match[0] for match in re.finditer(rf"\b(?:{'|'.join(PRIVATE_WORDS)})\b", written)})
+def words_outside_of_code(text):
+    return private_words([re.sub(r"`[^`]*`", "code", without_code(text))])
 
 
 def test_guides_are_short():
@@ -105,7 +102,7 @@ def test_guides_are_short():
 def test_a_page_is_plain(guide):
     text = GUIDES[guide]
     assert long_sentences(text) == []
-    assert private_words(text) == []
+    assert words_outside_of_code(text) == []
     assert {block.language.partition(" ")[0] for block in blocks(text)} <= {*LANGUAGES}
 
 
@@ -369,7 +366,7 @@ def test_this_file_reads_a_page():
     assert quoted_messages(PAGE) == ["a … b"]
     assert anchors(PAGE) == {"a-page"}
     assert long_sentences(f"- {'word ' * 31}end.\n- short\n") != []
-    assert private_words("It mends `guests` of gangs.") == ["gangs", "mends"]
+    assert words_outside_of_code("It mends `guests` of gangs.") == ["gangs", "mends"]
     assert blocks(PAGE.replace("```text", "A word.\n\n```text"))[1].follows is False
 
 

@@ -74,21 +74,13 @@ def _mismatched(found: dict[str, str]) -> list[Finding]:
 def _old_driver(found: dict[str, str]) -> list[Finding]:
     """Return a finding if NVIDIA's driver is too old for the CUDA of JAX's plugin."""
     cuda = next((match[1] for name in found if (match := re.fullmatch(r"jax-cuda(\d+)-plugin", name))), None)
-    driver = driver_version()
+    record = _DRIVER.read_text(encoding="utf-8", errors="replace") if _DRIVER.is_file() else ""
+    driver = next(iter(re.findall(r"\s(\d{3}\.[\d.]+)\s", record)), None)  # such as "580.65.06"
     if cuda not in _OLDEST_DRIVER or driver is None or int(driver.partition(".")[0]) >= _OLDEST_DRIVER[cuda]:
         return []
     text = f"the NVIDIA driver is {driver}; CUDA {cuda} needs {_OLDEST_DRIVER[cuda]} or newer"
     other = ", or pip install 'jax[cuda12]' without cuda13" if cuda == "13" else ""
     return [Finding("versions", "wrong", text, f"install a newer driver{other}")]
-
-
-def driver_version() -> str | None:
-    """Return the version of NVIDIA's kernel driver, such as "580.65.06"; None if there is none."""
-    try:
-        match = re.search(r"\s(\d{3}\.[\d.]+)\s", _DRIVER.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return None
-    return match[1] if match else None
 
 
 def _version(package: str) -> str:

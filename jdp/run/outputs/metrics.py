@@ -3,8 +3,8 @@
 `metrics.jsonl` has one JSON object a line: {"step": 10, "time": 1718000000.1, "loss": 2.3, ...}, flushed as written.
 JSON has no NaN and no infinity: such a value is null, and its text under "nonfinite"; `read` restores it.
 
-A run that resumes from step s writes the steps after s again: `Metrics(folder, resumed_step=s)` first removes the rows
-of an earlier process, and begins an event file that makes TensorBoard forget them. If the checkpoint of s precedes its
+A run that resumes from step s writes the steps after s again. So `Metrics(folder, resumed_step=s)` removes the rows of
+an earlier process, and begins an event file that makes TensorBoard forget them. If the checkpoint of s precedes its
 evaluation, each visit that resumes there evaluates again, and `replace_evaluation` keeps one of the rows.
 
 Weights & Biases (optional) gets a copy of the rows; trackers.json names its run, which a resumed run continues. It

@@ -11,19 +11,20 @@ lesson = load("einsum_sharding")
 B, D, F = 160, 64, 32
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-def test_batch_sharding_reduces_the_weight_gradient_only(devices):
-    case = lesson.count("batch", jax.devices()[:devices], B, D, F)
-    assert case.has == [(B // devices, D), (D, F)]
-    assert (case.forward, case.backward) == ({}, {"all-reduce": 4 * D * F})
-    assert case.sent == 2 * (devices - 1) / devices * 4 * D * F
+CASES = {
+    "batch, 2": ("batch", 2, [(B // 2, D), (D, F)], {}, {"all-reduce": 4 * D * F}),
+    "batch, 8": ("batch", 8, [(B // 8, D), (D, F)], {}, {"all-reduce": 4 * D * F}),
+    "weight, 2": ("weight", 2, [(B, D), (D, F // 2)], {}, {"all-reduce": 4 * B * D}),
+    "weight, 8": ("weight", 8, [(B, D), (D, F // 8)], {}, {"all-reduce": 4 * B * D}),
+    "both": ("both, two axes", 8, [(B // 4, D), (D, F // 2)], {}, {"all-reduce": 4 * (D * F // 2 + B * D // 4)}),
+}
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-def test_weight_sharding_reduces_the_gradient_of_x(devices):
-    case = lesson.count("weight", jax.devices()[:devices], B, D, F)
-    assert case.has == [(B, D), (D, F // devices)]
-    assert (case.forward, case.backward) == ({}, {"all-reduce": 4 * B * D})
+@pytest.mark.parametrize(("way", "devices", "has", "forward", "backward"), CASES.values(), ids=CASES)
+def test_each_sharding_reduces_its_gradient(way, devices, has, forward, backward):
+    case = lesson.count(way, jax.devices()[:devices], B, D, F)
+    assert (case.has, case.forward, case.backward) == (has, forward, backward)
+    assert way != "batch" or case.sent == 2 * (devices - 1) / devices * 4 * D * F
 
 
 def test_both_on_one_axis_gathers_the_weight_for_each_pass():
@@ -38,12 +39,6 @@ def test_on_gpus_the_gradient_is_scattered():
     case = lesson.count("both, one axis", target("h100:1x8").devices, 1280, 512, 256)
     assert case.forward == {"all-gather": 4 * 512 * 256}
     assert case.backward == {"all-gather": 4 * 512 * 256, "reduce-scatter": 4 * 512 * 256}
-
-
-def test_both_on_two_axes_reduces_a_part_of_each():
-    case = lesson.count("both, two axes", jax.devices(), B, D, F)
-    assert case.has == [(B // 4, D), (D, F // 2)]
-    assert (case.forward, case.backward) == ({}, {"all-reduce": 4 * (D * F // 2 + B * D // 4)})
 
 
 def test_the_data_parallel_layer_is_the_layer():

@@ -16,22 +16,20 @@ def found():
 
 
 @pytest.mark.parametrize(
-    ("stage", "eighths"),
-    [("ddp", (8, 8, 8)), ("zero1", (8, 8, 1)), ("zero2", (8, 1, 1)), ("zero3", (1, 1, 1))],
+    ("stage", "eighths", "sent"),
+    [
+        ("ddp", (8, 8, 8), [0, 2, 0]),
+        ("zero1", (8, 8, 1), [0, 0, 2]),
+        ("zero2", (8, 1, 1), [0, 1, 1]),
+        ("zero3", (1, 1, 1), [1, 2, 0]),
+    ],
 )
-def test_bytes_at_rest_are_the_formula_s(found, stage, eighths):
+def test_each_stage_holds_and_sends_the_papers_bytes(found, stage, eighths, sent):
+    assert found[stage]["sent"] == sent
     row, parameters = found[stage]["formula"], found[stage]["weights"].size
     assert found[stage]["at_rest"] == [row.parameters, row.gradients, row.optimizer]
     whole = [4 * parameters, 4 * parameters, 8 * parameters]
     assert found[stage]["at_rest"] == [size * part // 8 for size, part in zip(whole, eighths, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("stage", "sent"),
-    [("ddp", [0, 2, 0]), ("zero1", [0, 0, 2]), ("zero2", [0, 1, 1]), ("zero3", [1, 2, 0])],
-)
-def test_each_phase_sends_what_the_paper_says(found, stage, sent):
-    assert found[stage]["sent"] == sent
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])

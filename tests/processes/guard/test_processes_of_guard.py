@@ -5,7 +5,7 @@ import signal
 
 from own_process import python
 
-from jdp.guard.flight_recorder import read
+from jdp.launch.events import read
 
 HANGS = """
 import ctypes, resource, sys
@@ -43,11 +43,39 @@ def test_a_process_without_memory_ends_too(tmp_path):
     assert python(tmp_path / "hangs.py", "exhausted", timeout=60).returncode == 75
 
 
+HANGING_DISK = """
+import os, sys, time
+from pathlib import Path
+from jdp.guard import deadline, watch
+from jdp.launch.events import EventLog
+
+watch.ALIVE_SECONDS, deadline._LAST_RESORT_SECONDS = 0.5, 1.0
+os.mkfifo(sys.argv[1])  # a pipe that is full and has no reader hangs like a disk
+log, pipe = EventLog(Path(sys.argv[1])), os.open(sys.argv[1], os.O_RDWR | os.O_NONBLOCK)
+try:
+    while True:
+        os.write(pipe, bytes(4096))
+except BlockingIOError:
+    pass
+with watch.Watch(log, deadline.Deadline(3, 60)) as loop:
+    loop.deadline.step(1)
+    time.sleep(100)
+"""
+
+
+def test_a_hanging_disk_does_not_silence_the_deadline(tmp_path):
+    """Before it has passed, a note that the process is alive hangs in the log."""
+    done = python("-c", HANGING_DISK, tmp_path / "log", timeout=60)
+    assert done.returncode == 75, done.stderr
+    assert "deadline: After step 1, its next step did not end in 3 seconds." in done.stderr
+    assert "in event" in done.stderr, "the stacks have the thread that hangs"
+
+
 def test_what_was_recorded_outlives_sigkill(tmp_path):
     code = (
-        "import os, signal; from pathlib import Path; from jdp.guard.flight_recorder import Flight\n"
-        f"flight = Flight(Path({str(tmp_path)!r}), 0)\n"
-        "for step in range(50): flight.event('step', step=step)\n"
+        "import os, signal; from pathlib import Path; from jdp.launch.events import EventLog\n"
+        f"log = EventLog(Path({str(tmp_path / 'rank-00000.jsonl')!r}))\n"
+        "for step in range(50): log.event('step', step=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert python("-c", code, timeout=60).returncode == -signal.SIGKILL

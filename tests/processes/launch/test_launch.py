@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -187,13 +188,8 @@ def test_an_abort_alone_is_reported_as_what_it_is(tmp_path, capfd, monkeypatch):
 
 def test_a_process_that_will_not_end_after_anothers_failure_is_killed(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.5)
-    text = """
-signal.signal(signal.SIGTERM, lambda *_: print("no"))
-open(f"{sys.argv[1]}/pid.{rank}", "w").write(f"{os.getpid()}\\n")
-while rank == 1 and not os.path.exists(f"{sys.argv[1]}/pid.0"): time.sleep(0.01)
-if rank == 1: sys.exit(3)
-while True: time.sleep(1)
-"""
+    text = "signal.signal(signal.SIGTERM, lambda *_: print('no'))\n" + WAIT + WRITE_PID
+    text += "if rank == 1: wait_for('pid.0'); sys.exit(3)\nwhile True: time.sleep(1)"
     assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 3
     assert lines_of(0, capfd.readouterr().out) == ["no"]
     assert gone(pids_written(tmp_path, 2))
@@ -255,12 +251,19 @@ def test_processes_are_killed_after_the_grace_period_or_a_second_signal(tmp_path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_nobody_outlives_a_launcher_that_is_killed(tmp_path):
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path, monkeypatch):
+    """Neither its processes nor, once another launcher has come, its folder; those of living launchers stay."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with start_launcher(tmp_path, WRITE_PID + "time.sleep(60)") as launcher:
         pids = pids_written(tmp_path, 2)
+        (folder,) = tmp_path.glob("jdp-launch-*")
+        os.utime(folder, (0, 0))
+        assert launch([sys.executable, "-c", ""], 1) == 0 and folder.exists()
         launcher.kill()
         launcher.communicate(timeout=30)
-    assert gone(pids)
+    assert gone(pids) and folder.exists()
+    assert launch([sys.executable, "-c", ""], 1) == 0 and not folder.exists()
 
 
 KINDS = {

@@ -19,7 +19,9 @@ from tiny_runs import rows
 from jdp.checkpoint import Checkpoints
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
+from jdp.guard.diagnosis import diagnose
 from jdp.launch import launch, supervisor
+from jdp.launch.events import EVENT_LOGS, read
 
 STEPS = 12
 
@@ -46,6 +48,7 @@ def train(folder, name, faults, **options):
     command = [sys.executable, str(SUPPORT / "faulty.py"), text, "train", str(folder / "points.toml")]
     command += [f"--name={name}", f"--run-dir={folder}/runs"]
     options |= {"devices_per_process": 1, "reports_progress": True, "log_dir": folder / name}
+    options["event_log"] = folder / "runs" / name / EVENT_LOGS / "node-00000.jsonl"
     return launch(command, 2, environment=environment(), **options)
 
 
@@ -92,6 +95,11 @@ def test_two_kills_in_one_run_cost_nothing_but_time(folder, undisturbed, capfd, 
     assert [kill - step in (1, 3) for kill, step in zip((5, 9), reached, strict=True)] == [True] * 2, reached
     assert out.count("resumed after step") == 2
     assert course(folder, "killed") == undisturbed
+    first, second = [line for line in diagnose(folder / "runs" / "killed").words if "was killed, by process" in line]
+    assert "was killed, by process 0: Process 0 ended without a word after step 8" in first
+    assert "was killed, by process 1: Process 1 ended without a word after step 4" in second
+    told = read(folder / "runs" / "killed" / EVENT_LOGS / "node-00000.jsonl")
+    assert [event["event"] for event in told] == ["ended", "restart"] * 2
     logs = {rank: sorted(file.name for file in (folder / "killed").glob(f"rank-{rank:05}*")) for rank in (0, 1)}
     assert all(len(names) == 3 for names in logs.values()), logs
     assert (folder / "killed" / "rank-00001.2.log").read_text().endswith("ended with signal 9 (SIGKILL)\n")

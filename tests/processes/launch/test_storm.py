@@ -18,7 +18,7 @@ import pytest
 from own_process import environment
 from tiny_experiment import points_text, tables, write_points
 
-from jdp.guard.flight_recorder import BEGINNINGS, read_ranks
+from jdp.launch.events import BEGINNINGS, read_logs
 
 pytestmark = pytest.mark.slow
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT)
@@ -73,7 +73,7 @@ def test_a_run_comes_through_a_storm_bit_for_bit(tmp_path):
     folder.mkdir(), calm.mkdir()
 
     def events():
-        return read_ranks(folder / "runs" / "points" / "flight").get(0, [])
+        return read_logs(folder / "runs" / "points" / "events", "rank").get(0, [])
 
     def wait_beyond(step, since):
         """Wait for a row after `step` in a visit that resumed after `since`; start an ended launcher again."""

@@ -11,7 +11,7 @@ from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows
 
 from jdp.guard.diagnosis import diagnose
-from jdp.guard.flight_recorder import history, read
+from jdp.launch.events import history, read
 
 # Two processes a fault; `test_health.py` has the faults in one.
 pytestmark = pytest.mark.rest
@@ -125,9 +125,9 @@ def test_nan_on_one_rank_is_named(folder):
 
 def test_both_processes_keep_their_rows_of_the_batch(folder):
     names = [f"batch-5-rank-{rank:05}.npz" for rank in (0, 1)]
-    assert sorted(file.name for file in (folder / "nan" / "flight").glob("*.npz")) == names
+    assert sorted(file.name for file in (folder / "nan" / "events").glob("*.npz")) == names
     for rank, name in enumerate(names):
-        with np.load(folder / "nan" / "flight" / name) as batch:
+        with np.load(folder / "nan" / "events" / name) as batch:
             assert batch["rows"].tolist() == [*range(8 * rank, 8 * rank + 8)]
             assert np.isnan(batch["batch/features"]).all() == (rank == 1)
 
@@ -138,7 +138,7 @@ def test_a_flipped_bit_ends_the_run_everywhere(folder):
     assert said[0] == said[1] and "given after step 6 device " in said[0]
     assert "(cpu, number 1 of process 1) differ" in said[0]
     assert ", on host " in said[0] and "It is device 3 of the only host, " in said[0]
-    events = [event["event"] for event in history(read(folder / "flip" / "flight" / "rank-00000.jsonl"))]
+    events = [event["event"] for event in history(read(folder / "flip" / "events" / "rank-00000.jsonl"))]
     assert events == ["started", "corrupt", "failed", "resumed", "finished"]
     assert rows(folder / "flip", "loss") == rows(folder / "calm", "loss")
     for rank in (0, 1):

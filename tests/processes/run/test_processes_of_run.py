@@ -88,7 +88,7 @@ def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
     fs, root = fsspec.core.url_to_fs(f"{bucket}/quickstart", use_listings_cache=False)
     assert sorted(int(path.split("/")[-2]) for path in fs.glob(f"{root}/*/checksums.json")) == [2, 4, 5]
     assert json.loads((run / "export" / "jdp.json").read_text())["step"] == 5
-    assert (run / "export" / "model.safetensors").exists() and (run / "flight" / "rank-00001.jsonl").exists()
+    assert (run / "export" / "model.safetensors").exists() and (run / "events" / "rank-00001.jsonl").exists()
 
 
 TRAIN = {"steps": 6, "batch_size": 16, "log_every": 1, "eval_batches": "all"}

@@ -15,7 +15,7 @@ from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows
 
 from jdp.guard.diagnosis import diagnose
-from jdp.guard.flight_recorder import ENDS, read_ranks
+from jdp.launch.events import ENDS, read_logs
 from jdp.run.signals import _Agreement
 
 TRAIN = {"steps": 12, "batch_size": 8, "log_every": 1, "eval_every": 6, "eval_batches": 3, "checkpoint_every": 5}
@@ -204,12 +204,12 @@ def stopped(tmp_path_factory):
     command += ["--run-dir", folder, "--guard.deadline_seconds", "8"]
     with start_python(*command, cwd=folder, stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 300
-        while not any(event["event"] == "step" for event in read_ranks(folder / "points" / "flight").get(1, [])):
+        while not any(event["event"] == "step" for event in read_logs(folder / "points" / "events", "rank").get(1, [])):
             if time.monotonic() > deadline or process.poll() is not None:
                 process.kill()  # else it trains a million steps
                 pytest.fail(process.communicate()[0])
             time.sleep(0.1)
-        start = next(event for event in read_ranks(folder / "points" / "flight")[1] if event["event"] == "start")
+        start = next(event for event in read_logs(folder / "points" / "events", "rank")[1] if event["event"] == "start")
         os.kill(start["pid"], signal.SIGSTOP)
         output, _ = process.communicate(timeout=120)
     return process.returncode, output, folder / "points"
@@ -229,11 +229,13 @@ def test_a_hanging_process_is_named_and_all_leave(stopped):
 @pytest.mark.rest
 def test_the_recorder_has_the_deadline_and_stack(stopped):
     _, _, folder = stopped
-    ranks = read_ranks(folder / "flight")
+    ranks = read_logs(folder / "events", "rank")
     last = ranks[0][-1]
     assert last["event"] == "deadline" and "Process 1 does not answer" in last["words"]
     assert any("loop.py" in frame for frame in last["stack"])
     assert ranks[1][-1]["event"] not in ENDS, "it was stopped in the middle"
+    ((supervisor,),) = read_logs(folder / "events", "node").values()
+    assert supervisor["event"] == "ended" and supervisor["words"].startswith("process 0 of 2 ended with exit code 75")
 
 
 @pytest.mark.rest

@@ -16,7 +16,7 @@ from jdp.cli.main import main
 from jdp.cli.report import target_of_run
 from jdp.run.read_folder import read_run
 
-FLIGHT = "flight/rank-00000.jsonl"
+EVENT_LOGS = "events/rank-00000.jsonl"
 TABLES = """
 [optimizer]
 name = "sgd"
@@ -100,8 +100,8 @@ DAMAGED = {
     "a line that is no row": (damage_metrics, "must have a row of metrics in each line"),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "There is no metrics.jsonl: no step was logged."),
     "empty metrics": (lambda run: (run / "metrics.jsonl").write_text(""), "No step was logged."),
-    "no history": (lambda run: (run / FLIGHT).unlink(), f"There is no {FLIGHT}"),
-    "history of anything": (lambda run: (run / FLIGHT).write_text("[]\n{}\nx\n\x00\n"), "There is no"),
+    "no history": (lambda run: (run / EVENT_LOGS).unlink(), f"There is no {EVENT_LOGS}"),
+    "history of anything": (lambda run: (run / EVENT_LOGS).write_text("[]\n{}\nx\n\x00\n"), "There is no"),
     "an experiment of another version": (
         lambda run: (run / "experiment.toml").write_text('name = "x"\nnew_key = 1\n'),
         "new_key",
@@ -129,7 +129,7 @@ def test_a_failed_compilation_is_explained_on_the_page(runs, experiment):
 
 
 def test_unknown_devices_are_explained_on_the_page(runs):
-    history = runs / "points" / FLIGHT
+    history = runs / "points" / EVENT_LOGS
     history.write_text(
         history.read_text().replace('"platform": "cpu", "device": "cpu"', '"platform": "x", "device": "y"')
     )

@@ -7,7 +7,7 @@ import pytest
 from tiny_runs import refused
 
 from jdp.cli.main import main
-from jdp.guard.flight_recorder import Flight
+from jdp.launch.events import EventLog
 
 
 @pytest.fixture
@@ -18,11 +18,11 @@ def run(tmp_path):
 
 
 def test_a_run_by_its_name(run, capsys):
-    flight = Flight(run / "flight", 0)
-    flight.event("start", rank=0, of=1)
-    flight.event("step", step=1, seconds=1.0)
-    flight.event("finished", step=1)
-    flight.close()
+    log = EventLog(run / "events" / "rank-00000.jsonl")
+    log.event("start", rank=0, of=1)
+    log.event("step", step=1, seconds=1.0)
+    log.event("finished", step=1)
+    log.close()
     assert main(["why", "tiny", "--run-dir", str(run.parent)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{run}: finished\nIt finished after step 1.\nGoodput ") and "errors.md" not in out
@@ -34,12 +34,12 @@ def test_a_run_by_its_name(run, capsys):
 
 def test_what_broke_leads_to_the_page_of_errors(run, capsys):
     """The path that is printed exists; a run that ended well has none."""
-    flight = Flight(run / "flight", 0)
-    flight.event("start", rank=0, of=1)
-    flight.event("finished", step=1)
-    flight.event("start", rank=0, of=1)
-    flight.event("failed", error="KeyError: one", at=["a.py:3 in f"], step=1)
-    flight.close()
+    log = EventLog(run / "events" / "rank-00000.jsonl")
+    log.event("start", rank=0, of=1)
+    log.event("finished", step=1)
+    log.event("start", rank=0, of=1)
+    log.event("failed", error="KeyError: one", at=["a.py:3 in f"], step=1)
+    log.close()
     assert main(["why", str(run)]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert Path(last.rpartition(": ")[2]).read_text(encoding="utf-8").startswith("# Errors by their text")
@@ -47,7 +47,7 @@ def test_what_broke_leads_to_the_page_of_errors(run, capsys):
 
 def test_a_run_without_a_recorder(run, capsys):
     assert main(["why", str(run)]) == 0
-    assert "has no flight recorder" in capsys.readouterr().out
+    assert "has no log of a process" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", ["tinny", "nothing/at/all", "~nosuchuser/run", "a\0b"])

@@ -1,4 +1,4 @@
-"""What `jdp why` says of recorders of every kind: who began it, in words."""
+"""What `jdp why` says of logs of every kind: who began it, in words."""
 
 import json
 
@@ -30,11 +30,12 @@ def loop(rank, *, of=2, began=1000.0, steps=20, seconds=1.0, **parts):
     ]
 
 
-def asked(tmp_path, *recorders, alive=(), now=NOW):
-    (tmp_path / "flight").mkdir()
-    for rank, events in enumerate(recorders):
+def asked(tmp_path, *logs, supervisor=(), alive=(), now=NOW):
+    (tmp_path / "events").mkdir()
+    names = {"node-00000": supervisor} | {f"rank-{rank:05}": log for rank, log in enumerate(logs)}
+    for name, events in names.items():
         text = "".join(json.dumps(one) + "\n" for one in events)
-        (tmp_path / "flight" / f"rank-{rank:05}.jsonl").write_text(text)
+        (tmp_path / "events" / f"{name}.jsonl").write_text(text)
     return diagnose(tmp_path, now=now, lives=lambda seen, now: seen.rank in alive)
 
 
@@ -65,6 +66,28 @@ def test_who_was_killed_is_who_fell_silent_first(tmp_path):
     assert found.words[0].startswith("Process 1 ended without a word after step 19, while saving;")
     assert "SIGKILL" in found.words[1]
     assert found.words[2] == "The last lines of logs/rank-00001.log:\n    step 19\n    Out of memory"
+
+
+def ended(time, rank, **values):
+    words = f"process {rank} of 2 ended with signal 11 (SIGSEGV)"
+    return event(time, "ended", rank=rank, pid=1, host=f"host{rank}", words=words, **values)
+
+
+def test_the_supervisor_knows_who_ended_first(tmp_path):
+    """Process 1 fell silent later than process 0, which aborted because it lost process 1."""
+    ends = [ended(1030.0, 0, lost_peer=True), ended(1031.0, 1, lost_peer=False)]
+    found = asked(tmp_path, loop(0, steps=18), loop(1), supervisor=ends)
+    assert (found.state, found.began) == ("killed", 1)
+    assert found.words[1] == "jdp launch: process 1 of 2 ended with signal 11 (SIGSEGV)."
+
+
+def test_an_end_in_another_visit_is_not_this_ones(tmp_path):
+    """A container that starts again has the same name and the same process numbers."""
+    ends = [ended(1010.0, 1, lost_peer=False), ended(2031.0, 1, lost_peer=False)]
+    logs = ([*loop(rank, steps=19 + rank), *loop(rank, began=2000.0)] for rank in (0, 1))
+    found = asked(tmp_path, *logs, supervisor=ends)
+    assert found.began == 1
+    assert any(", by process 0: Process 0 ended without a word after step 19" in line for line in found.words)
 
 
 def test_a_deadline_has_its_own_words(tmp_path):
@@ -140,7 +163,7 @@ def test_the_first_line_names_the_one_cause_unless_it_failed(tmp_path, capsys):
     assert main(["why", str(tmp_path)]) == 0
     first = f"{tmp_path}: finished; input: the devices wait up to 61 % of a step for batches\nIt finished after"
     assert capsys.readouterr().out.startswith(first)
-    with (tmp_path / "flight" / "rank-00000.jsonl").open("a") as file:
+    with (tmp_path / "events" / "rank-00000.jsonl").open("a") as file:
         file.write(json.dumps(event(1030.0, "failed", error="KeyError: 'x'", step=20)) + "\n")
     assert main(["why", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path}: failed\nIt failed, after step 20, at ")
@@ -204,5 +227,6 @@ def test_what_else_spoke_in_the_recorder_is_repeated(tmp_path):
 
 
 def test_no_recorder(tmp_path):
-    found = asked(tmp_path)
-    assert found.state == "unknown" and "has no flight recorder" in found.words[0]
+    found = asked(tmp_path, supervisor=[ended(1000.0, 1, lost_peer=False)])
+    assert found.state == "unknown" and "has no log of a process" in found.words[0]
+    assert found.words[1] == "jdp launch: process 1 of 2 ended with signal 11 (SIGSEGV)."

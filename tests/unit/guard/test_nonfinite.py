@@ -122,7 +122,7 @@ def test_a_batch_is_read_as_it_was_written(tmp_path):
         "deep": {"ids": np.arange(2 * ROWS).reshape(ROWS, 2)},
     }
     (placed,) = jdp.shard_batches([batch], plan)
-    file = save_batch(tmp_path / "flight", 12, placed)
+    file = save_batch(tmp_path / "events", 12, placed)
     assert file.name == "batch-12.npz"
     with np.load(file) as stored:
         again = {name.removeprefix("batch/"): stored[name] for name in stored}

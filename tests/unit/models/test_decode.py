@@ -72,12 +72,3 @@ def test_top_p_draws_among_the_likeliest_that_have_the_probability():
     drawn = Draw(1.0, top_p=0.7)(logits, KEY)
     assert 0.5 < float(jnp.mean(drawn == 1)) < 0.75  # 0.5 / 0.8, give or take three standard deviations
     assert {*Draw(1.0, top_k=1, top_p=1.0)(logits, KEY).tolist()} == {1}
-
-
-@pytest.mark.parametrize(
-    ("prompt", "length", "error"),
-    [([], 1, "a prompt has 1 token at least; given 0"), ([1, 2, 3], 6, r"context\(8\) tokens; given 3 \+ 6")],
-)
-def test_what_the_context_does_not_hold_is_refused_before_anything_is_computed(prompt, length, error):
-    with pytest.raises(ValueError, match=error):
-        next(stream(make(LLAMA), prompt, length=length, draw=GREEDY, rng=KEY))

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jdp.models.gpt as gpt
 from jdp.models import GPT, MLP, GPTConfig, MLPConfig, build, generate, next_token_loss
+from jdp.models.decode import Draw, stream
 from jdp.models.modules import dropout
 
 LLAMA = GPTConfig(vocab_size=19, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
@@ -127,16 +128,6 @@ def test_logits_are_those_of_a_plain_reference(config):
     logits = forward(model, TOKENS)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
-
-
-@STYLES
-@pytest.mark.default_ids("llama", "qwen")
-def test_a_token_changes_nothing_before_it_and_something_after(config):
-    model = make(config)
-    changed = TOKENS.at[:, 4].set((TOKENS[:, 4] + 1) % config.vocab_size)
-    before, after = forward(model, TOKENS), forward(model, changed)
-    np.testing.assert_array_equal(before[:, :4], after[:, :4])
-    assert jnp.all(jnp.any(before[:, 4:] != after[:, 4:], axis=-1))
 
 
 def test_the_loss_is_the_weighted_sum_of_cross_entropies():
@@ -294,6 +285,15 @@ def test_initial_values_are_gpt2s_and_the_first_loss_is_uniform():
     assert float(jit(loss)(model)) == pytest.approx(math.log(512), abs=0.2)
 
 
+def streamed(prompt, length):
+    return next(stream(make(LLAMA), prompt, length=length, draw=Draw(temperature=0.0), rng=KEY))
+
+
+def packed(segments, **changes):
+    config = dataclasses.replace(LLAMA, **changes)
+    return jax.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))(TOKENS, segments=segments))
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -319,6 +319,14 @@ def test_initial_values_are_gpt2s_and_the_first_loss_is_uniform():
         (lambda: make(LLAMA)(jnp.zeros((1, 8))), r"tokens are integers \[batch, length\]; given float32\[1, 8\]"),
         (lambda: generate(make(LLAMA), TOKENS, length=1, top_k=20, rng=KEY), r"vocab_size\(19\); given 20"),
         (lambda: generate(make(LLAMA), TOKENS[:, :0], length=1, rng=KEY), r"at least 1 token\]; given \[2, 0\]"),
+        (lambda: streamed([], 1), "a prompt has 1 token at least; given 0"),
+        (lambda: streamed([1, 2, 3], 6), r"context\(8\) tokens; given 3 \+ 6"),
+        (lambda: packed(jnp.ones((2, 7), int)), r"segments are integers \[2, 8\], as .* given int32\[2, 7\]"),
+        (lambda: packed(jnp.ones((2, 8))), r"segments are integers .* given float32\[2, 8\]"),
+        (
+            lambda: packed(jnp.ones((2, 8), int), attention="cudnn"),
+            r'cudnn attention takes no segments; given segments\. Set attention = "auto" or "xla"',
+        ),
     ],
 )
 def test_what_breaks_a_rule_is_refused_with_the_rule_the_values_and_the_fix(wrong, words):

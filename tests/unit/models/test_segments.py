@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_models as models
-from flax import nnx
 from test_models import make
 
-from jdp.models import GPT, next_token_loss
+from jdp.models import next_token_loss
 from jdp.models.transformer import Segments
 
 LLAMA = dataclasses.replace(models.LLAMA, context=12, scan=False)
@@ -70,20 +69,3 @@ def test_without_segments_no_mask_enters_the_program():
     )
     assert "cumsum" in packed and "bool[2,1,12,12]" in packed
     assert "cumsum" not in plain and "bool[2,1,12,12]" not in plain
-
-
-@pytest.mark.parametrize(
-    ("config", "segments", "words"),
-    [
-        (LLAMA, jnp.ones((2, 11), int), r"segments are integers \[2, 12\], as the tokens; given int32\[2, 11\]"),
-        (LLAMA, jnp.ones((2, 12)), r"segments are integers .* given float32\[2, 12\]"),
-        (
-            dataclasses.replace(LLAMA, attention="cudnn"),
-            PACKED,
-            r'cudnn attention takes no segments; given segments\. Set attention = "auto" or "xla"',
-        ),
-    ],
-)
-def test_what_breaks_a_rule_is_refused(config, segments, words):
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))(TOKENS, segments=segments))

@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 from test_models import through_layers
 
+import jdp
 from jdp.models import ResNet, ResNetConfig, ViT, ViTConfig, build, classification_loss
+from jdp.models.resnet import BatchNorm
 
 BASIC = ResNetConfig(classes=5, blocks=(1, 2), width=4, image_size=8, channels=2, stem="small", zero_init=False)
 BOTTLENECK = dataclasses.replace(BASIC, block="bottleneck", stem="imagenet", image_size=13)
@@ -103,6 +105,32 @@ def trained_once(config):
     """Logits and statistics of one call in training mode."""
     call = jax.jit(lambda model: (model(pictures(config), weights=WEIGHTS), nnx.state(model, nnx.BatchStat)))
     return call(make(config))
+
+
+def normalised(norm, x, mask):
+    y = norm(x, mask=mask[:, None, None, None])
+    return y, norm.mean[...], norm.var[...]
+
+
+def test_statistics_are_over_all_devices_weighted_rows_however_unevenly_distributed():
+    x = jax.random.normal(jax.random.key(3), (16, 3, 3, 4)) * 2 + 1
+    mask = jnp.arange(16) < 9  # four devices with both rows, one with one, three with none
+    expected = normalised(BatchNorm(4, rngs=nnx.Rngs(0)), x, mask)
+
+    def local(x, mask):
+        return normalised(BatchNorm(4, axis_name=("replica", "data"), rngs=nnx.Rngs(0)), x, mask)
+
+    mesh, spec = jdp.make_mesh(replica=2, data=4), jax.P(("replica", "data"))
+    shards = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec, jax.P(), jax.P())))(x, mask)
+    for got, want in zip(shards, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)  # sums in another order
+    np.testing.assert_allclose(expected[1], 0.01 * x[:9].mean((0, 1, 2)), rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_of_padding_leaves_the_averages_alone_and_is_finite():
+    norm = BatchNorm(4, rngs=nnx.Rngs(0))
+    y, mean, variance = normalised(norm, jnp.ones((2, 3, 3, 4)), jnp.zeros(2, bool))
+    assert jnp.all(jnp.isfinite(y)) and jnp.all(mean == 0) and jnp.all(variance == 1)
 
 
 @both

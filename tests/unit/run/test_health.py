@@ -17,7 +17,7 @@ from jdp.experiment import assembly as assemblies
 from jdp.experiment.assembly import Assembly, Training
 from jdp.experiment.file import load
 from jdp.guard.diagnosis import diagnose
-from jdp.guard.flight_recorder import history, read
+from jdp.launch.events import history, read
 from jdp.run.bad_steps import leave_out
 
 TRAIN = {
@@ -73,7 +73,7 @@ def test_a_skipped_step_is_inspected_with_its_batch(file, monkeypatch, capsys):
     code, folder = train(file)
     shown = capsys.readouterr().out
     assert code == 0
-    assert sorted(file.name for file in (folder / "flight").glob("*.npz")) == ["batch-4.npz", "batch-9.npz"]
+    assert sorted(file.name for file in (folder / "events").glob("*.npz")) == ["batch-4.npz", "batch-9.npz"]
     for step in (4, 9):  # the first one of each row
         sentences = (
             f"Step {step} is skipped: its gradient or update was not finite.",
@@ -81,11 +81,11 @@ def test_a_skipped_step_is_inspected_with_its_batch(file, monkeypatch, capsys):
             f"The loss of step {step} is nan: the forward pass broke.",
             "3 of 4 gradients are not finite, in the order of the backward pass first layers/1/bias, layers/1/kernel, "
             "layers/0/kernel.",
-            f"Its batch is in {folder / 'flight' / f'batch-{step}.npz'}.",
+            f"Its batch is in {folder / 'events' / f'batch-{step}.npz'}.",
         )
         assert "\n".join(sentences) in shown
         assert " ".join(sentences) in diagnose(folder).words, "jdp why says it too"
-    with np.load(folder / "flight" / "batch-4.npz") as batch:
+    with np.load(folder / "events" / "batch-4.npz") as batch:
         features, labels = batch["batch/features"], batch["batch/labels"]
     assert np.isnan(features).all() and features.shape == (16, 6) and labels.shape == (16,)
     assert {step: skipped for step, (_, skipped) in losses(folder).items() if skipped}[12] == 3
@@ -97,7 +97,7 @@ def test_an_inspection_changes_nothing(file, monkeypatch):
     _, first = train(file)
     monkeypatch.setattr("jdp.run.bad_steps.INSPECTED", 0)
     _, second = train(file, name="plain")
-    assert not list((second / "flight").glob("ba*")) and losses(first) == losses(second)
+    assert not list((second / "events").glob("ba*")) and losses(first) == losses(second)
     assert_equal_bits(final(file, first), final(file, second))
 
 
@@ -147,7 +147,7 @@ def test_a_differing_device_ends_the_run_unsaved(file, monkeypatch, capsys):
     assert said in error and f"/bias, on host {host}. Nothing of it was saved." in error
     assert f"It is device 5 of the only host, {host}: run on another, or without it (CUDA_VISIBLE_DEVICES)" in error
     assert any(words.startswith("After step 6 device 5 (cpu, ") for words in diagnose(folder).words)
-    events = [event["event"] for event in history(read(folder / "flight" / "rank-00000.jsonl"))]
+    events = [event["event"] for event in history(read(folder / "events" / "rank-00000.jsonl"))]
     assert events == ["started", "corrupt", "failed"]
     assert train(file)[0] == 0
     code, calm = train(file, name="calm")

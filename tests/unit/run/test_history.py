@@ -9,11 +9,11 @@ from tiny_runs import stopped_at, train
 
 from jdp.experiment.file import load, to_toml
 from jdp.guard.deadline import Deadline
-from jdp.guard.flight_recorder import history, read
 from jdp.guard.watch import watching
+from jdp.launch.events import history, read
 from jdp.run.signals import Stopped
 
-FLIGHT = "flight/rank-00000.jsonl"
+EVENT_LOGS = "events/rank-00000.jsonl"
 
 
 def visit(folder, *, begin, end, error=None):
@@ -26,7 +26,7 @@ def visit(folder, *, begin, end, error=None):
 
 
 def events(folder):
-    return [(event["event"], event["step"]) for event in history(read(folder / FLIGHT))]
+    return [(event["event"], event["step"]) for event in history(read(folder / EVENT_LOGS))]
 
 
 def test_each_visit_has_its_beginning_and_its_end(tmp_path):
@@ -48,7 +48,7 @@ def test_each_visit_has_its_beginning_and_its_end(tmp_path):
         ("resumed", 3),
         ("finished", 10),
     ], "and nothing for a visit to a finished run"
-    first, stopped, _, failed, _, interrupted, _, finished = history(read(tmp_path / FLIGHT))
+    first, stopped, _, failed, _, interrupted, _, finished = history(read(tmp_path / EVENT_LOGS))
     assert stopped["code"] == 75 and first["time"] <= finished["time"]
     assert len(failed["error"]) < 1100 and interrupted["error"] == "KeyboardInterrupt"
 
@@ -60,15 +60,15 @@ def test_a_taken_over_folder_begins_anew(tmp_path):
     folder = tmp_path / "runs" / "tiny"
     folder.mkdir(parents=True)  # by a visit of another experiment that was killed before its first row
     (folder / "experiment.toml").write_text(to_toml(load(file, {"seed": "7"})))
-    (folder / "flight").mkdir()
-    (folder / FLIGHT).write_text(json.dumps({"time": 1.0, "event": "started", "step": 0}) + "\n")
+    (folder / "events").mkdir()
+    (folder / EVENT_LOGS).write_text(json.dumps({"time": 1.0, "event": "started", "step": 0}) + "\n")
     (folder / ".lock").touch()
     with stopped_at(1):
         assert train(file)[0] == 130
     assert events(folder) == [("started", 0), ("stopped", 1)]
     assert train(file, "--train.steps", "3", "--compiler", "overlap")[0] == 0
     assert events(folder) == [("started", 0), ("stopped", 1), ("resumed", 1), ("finished", 3)]
-    first, stopped, resumed, finished = history(read(folder / FLIGHT))
+    first, stopped, resumed, finished = history(read(folder / EVENT_LOGS))
     assert (first["platform"], first["devices"], first["hosts"]) == ("cpu", 8, 1)
     assert stopped["signal"] == "SIGINT" and finished["stopped_early"] is False
     assert resumed["changed"] == {"compiler": ["auto", "overlap"], "train.steps": [2, 3]}

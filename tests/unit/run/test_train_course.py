@@ -350,7 +350,7 @@ def test_a_folder_without_steps_is_taken_over(file, capsys, monkeypatch):
 
 def test_an_early_end_removes_only_own_files(file, monkeypatch):
     folder = file.parent / "runs" / "points"
-    users = {folder / "logs" / "slurm-1.out": b"1", folder / "flight" / "notes.txt": b"2"}
+    users = {folder / "logs" / "slurm-1.out": b"1", folder / "events" / "notes.txt": b"2"}
     for path, text in users.items():
         path.parent.mkdir(parents=True)
         path.write_bytes(text)

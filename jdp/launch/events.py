@@ -1,6 +1,7 @@
-"""The flight recorder: the events of each process and their times, in a file that outlives it.
+"""The log of events of each process of a run, in a file that outlives it.
 
-One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/rank-00000.jsonl` of the run's folder:
+One JSON object a line, each with "time" (Unix seconds) and "event". A process of the run writes
+`events/rank-00000.jsonl` of the run's folder:
 
 | event         | when                                          | further keys                                        |
 |---------------|-----------------------------------------------|-----------------------------------------------------|
@@ -22,6 +23,14 @@ One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/
 | nothing to do | the run was finished before                   | step                                                |
 | before        | the first line of a file that follows another | the account and the history of the earlier files    |
 
+The supervisor of a node (`jdp launch`) writes `events/node-00000.jsonl` when a process has failed:
+
+| event         | when                                          | further keys                                        |
+|---------------|-----------------------------------------------|-----------------------------------------------------|
+| ended         | a process failed first, or after a signal     | rank, pid, host, lost_peer, words                   |
+| restart       | all processes are started again               | words                                               |
+| given up      | they are not                                  | words                                               |
+
 Each line goes to the operating system at once, so it survives SIGKILL. A file that has grown to `LIMIT_BYTES` replaces
 `rank-00000.old.jsonl`: a process keeps at least the last ten thousand steps.
 """
@@ -33,35 +42,40 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jdp.base.notices import warn
-from jdp.guard.time_account import account
 
-FLIGHT = "flight"
-"""The folder of the recorders, in the folder of a run."""
+EVENT_LOGS = "events"
+"""The folder of the logs, in the folder of a run."""
 LIMIT_BYTES = 2**20
 _MOST_KEPT = 400
 """Largest number of visits' events that a file takes over from its predecessor."""
 BEGINNINGS, ENDS = ("started", "resumed"), ("finished", "stopped", "failed", "nothing to do")
 """Events of a visit's first step, and of its end."""
+Event = dict[str, Any]
 
 
-class Flight:
-    """Records events of this process."""
+class EventLog:
+    """Appends the events of this process to a file; `account` sums up those of a file that is set aside."""
 
-    def __init__(self, folder: Path, rank: int, *, limit_bytes: int = LIMIT_BYTES) -> None:
-        self.file = folder / f"rank-{rank:05}.jsonl"
-        self._limit, self._size = limit_bytes, 0
+    def __init__(
+        self,
+        file: Path,
+        *,
+        account: Callable[[Sequence[Event]], Mapping[str, Any]] = lambda events: {},
+        limit_bytes: int = LIMIT_BYTES,
+    ) -> None:
+        self.file = file
+        self._account, self._limit, self._size = account, limit_bytes, 0
         self._lock = threading.Lock()
         self._descriptor: int | None = None
         self._is_closed = False
         self.last = time.monotonic()
         with self._reporting():
-            folder.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             self._open()
 
     def event(self, event: str, **values: Any) -> None:
@@ -75,6 +89,11 @@ class Flight:
             self._size += os.write(descriptor, line.encode())
             if self._size > self._limit:
                 self._set_aside()
+
+    @property
+    def is_writing(self) -> bool:
+        """True while an event is being written, for as long as the disk hangs."""
+        return self._lock.locked()
 
     def close(self) -> None:
         """Close the file; later events are dropped."""
@@ -100,7 +119,7 @@ class Flight:
         told = history(events)
         visits, incidents = ([event for event in told if ("words" in event) == is_told] for is_told in (False, True))
         newest = {id(event) for event in (*visits[-_MOST_KEPT:], *incidents[-_MOST_KEPT:])}
-        kept = {**asdict(account(events)), "history": [event for event in told if id(event) in newest]}
+        kept = {**self._account(events), "history": [event for event in told if id(event) in newest]}
         self.file.replace(_old(self.file))
         descriptor = self._open()
         line = json.dumps({"time": round(time.time(), 4), "event": "before", **kept}) + "\n"
@@ -119,9 +138,9 @@ class Flight:
             warn(f"{self.file} cannot be written ({error.strerror}): events are lost until it can, the run goes on")
 
 
-def read(file: Path) -> list[dict[str, Any]]:
+def read(file: Path) -> list[Event]:
     """Return the events of a file in order, without damaged lines; no events without a file."""
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     with contextlib.suppress(FileNotFoundError):
         for line in file.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, RecursionError):
@@ -131,12 +150,12 @@ def read(file: Path) -> list[dict[str, Any]]:
     return events
 
 
-def history(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def history(events: Sequence[Event]) -> list[Event]:
     """Return the first and last event of each visit with steps to take, and those between that tell something.
 
     A killed visit has no last event.
     """
-    found, begun = list[dict[str, Any]](), False
+    found, begun = list[Event](), False
     for event in events:
         match event:
             case {"event": "start"}:  # an end before a visit's first step does not end the previous visit
@@ -157,15 +176,15 @@ def history(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def read_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return rank -> the events of each process of a run, oldest first; {} without recorders."""
-    ranks: dict[int, list[dict[str, Any]]] = {}
-    for file in sorted(folder.glob("rank-*.jsonl")):
-        number = file.name.removeprefix("rank-").partition(".")[0]
+def read_logs(folder: Path, kind: str) -> dict[int, list[Event]]:
+    """Return number -> the events of each process of a run, oldest first; `kind` is "rank", or "node" (supervisors)."""
+    logs: dict[int, list[Event]] = {}
+    for file in sorted(folder.glob(f"{kind}-*.jsonl")):
+        number = file.name.removeprefix(f"{kind}-").partition(".")[0]
         if number.isdecimal() and len(number) < 10 and not file.name.endswith(".old.jsonl"):
             newer = read(file)
-            ranks[int(number)] = [*read(_old(file)), *(event for event in newer if event["event"] != "before")]
-    return ranks
+            logs[int(number)] = [*read(_old(file)), *(event for event in newer if event["event"] != "before")]
+    return logs
 
 
 def _old(file: Path) -> Path:

@@ -1,53 +1,56 @@
-"""The flight recorder: bounded, whole after any end, and cheap."""
+"""The log of events: bounded, whole after any end, and cheap."""
 
 import json
 import time
+from dataclasses import asdict
 
 import pytest
 
 from jdp.guard.deadline import Deadline
-from jdp.guard.flight_recorder import Flight, history, read, read_ranks
 from jdp.guard.time_account import account
 from jdp.guard.watch import Watch
+from jdp.launch.events import EventLog, history, read, read_logs
 
 
 def test_a_file_is_set_aside_when_it_has_grown_and_nothing_of_the_account_is_lost(tmp_path):
-    flight = Flight(tmp_path / "flight", 3, limit_bytes=2000)
-    flight.event("start", rank=3, of=4)
-    flight.event("started", step=0, devices=8)
+    log = EventLog(
+        tmp_path / "events" / "rank-00003.jsonl", account=lambda events: asdict(account(events)), limit_bytes=2000
+    )
+    log.event("start", rank=3, of=4)
+    log.event("started", step=0, devices=8)
     for step in range(1, 101):
-        flight.event("step", step=step, seconds=0.5, data=0.1)
-    flight.close()
-    files = sorted(path.name for path in (tmp_path / "flight").iterdir())
+        log.event("step", step=step, seconds=0.5, data=0.1)
+    log.close()
+    files = sorted(path.name for path in (tmp_path / "events").iterdir())
     assert files == ["rank-00003.jsonl", "rank-00003.old.jsonl"]
-    assert all(path.stat().st_size < 2500 for path in (tmp_path / "flight").iterdir())
-    spent = account(read(flight.file))
+    assert all(path.stat().st_size < 2500 for path in (tmp_path / "events").iterdir())
+    spent = account(read(log.file))
     assert (spent.visits, spent.step_count) == (1, 99)
-    assert [(event["event"], event["devices"]) for event in history(read(flight.file))] == [("started", 8)]
+    assert [(event["event"], event["devices"]) for event in history(read(log.file))] == [("started", 8)]
     assert spent.steps == pytest.approx(99 * 0.4) and spent.data == pytest.approx(10.0)
-    kept = [event["step"] for event in read_ranks(tmp_path / "flight")[3] if event["event"] == "step"]
+    kept = [event["step"] for event in read_logs(tmp_path / "events", "rank")[3] if event["event"] == "step"]
     assert kept == list(range(kept[0], 101)) and len(kept) > 10
 
 
 def test_many_incidents_leave_the_visit_known(tmp_path):
     """A new file's first line keeps the visit's start beside the newest incidents."""
-    flight = Flight(tmp_path, 0, limit_bytes=40_000)
-    flight.event("start", rank=0, of=1)
-    flight.event("started", step=0, devices=8)
+    log = EventLog(tmp_path / "rank-00000.jsonl", limit_bytes=40_000)
+    log.event("start", rank=0, of=1)
+    log.event("started", step=0, devices=8)
     for step in range(1, 801):
-        flight.event("bad step", step=step, words="The loss is not finite.")
-    flight.close()
-    started, *incidents = history(read(flight.file))
+        log.event("bad step", step=step, words="The loss is not finite.")
+    log.close()
+    started, *incidents = history(read(log.file))
     assert (started["event"], started["devices"]) == ("started", 8)
     assert incidents[-1]["step"] == 800 and len(incidents) >= 400
 
 
 def test_a_half_written_line_is_ended_and_left_out(tmp_path):
     (tmp_path / "rank-00000.jsonl").write_text('{"time": 1.0, "event": "start"}\n{"time": 2.0, "eve')
-    flight = Flight(tmp_path, 0)
-    flight.event("resumed", step=4)
-    flight.close()
-    assert [event["event"] for event in read(flight.file)] == ["start", "resumed"]
+    log = EventLog(tmp_path / "rank-00000.jsonl")
+    log.event("resumed", step=4)
+    log.close()
+    assert [event["event"] for event in read(log.file)] == ["start", "resumed"]
 
 
 def test_hostile_files_are_not_believed(tmp_path):
@@ -64,25 +67,25 @@ def test_hostile_files_are_not_believed(tmp_path):
     before = {"time": 5.0, "event": "before", "steps": "many", "visits": 2, "first": 1.0, "nothing": 3}
     before["history"] = [3, {"event": "started"}, {"event": "finished", "step": 3}]
     (tmp_path / "rank-00001.jsonl").write_text(json.dumps(before))
-    assert read_ranks(tmp_path) == {0: [], 1: []}
+    assert read_logs(tmp_path, "rank") == {0: [], 1: []}
     assert account(read(tmp_path / "rank-00001.jsonl")).steps == 0.0
     assert history(read(tmp_path / "rank-00001.jsonl")) == []
     assert account(read(tmp_path / "rank-00000.jsonl")).goodput is None
-    assert read_ranks(tmp_path / "nowhere") == {}
+    assert read_logs(tmp_path / "nowhere", "rank") == {}
 
 
 def test_a_disk_that_cannot_be_written_stops_the_recorder_only(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jdp.base.notices._said", set())
     (tmp_path / "file").write_text("")
-    flight = Flight(tmp_path / "file", 0)
-    flight.event("step", step=1)
-    flight.close()
+    log = EventLog(tmp_path / "file" / "rank-00000.jsonl")
+    log.event("step", step=1)
+    log.close()
     assert "events are lost until it can, the run goes on" in capsys.readouterr().err
 
 
 def test_what_a_step_costs(tmp_path):
     """18 µs on a loaded core, below 0.02 % of a quickstart step, of 100 ms or more; held to 100 times that."""
-    with Watch(Flight(tmp_path, 0), Deadline()) as watch:
+    with Watch(EventLog(tmp_path / "rank-00000.jsonl"), Deadline()) as watch:
         watch.resumed(0)
         start = time.process_time()
         for step in range(1, 1001):
