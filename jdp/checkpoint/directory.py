@@ -328,10 +328,10 @@ class Checkpoints:
             self.wait()
         finally:
             writer, self._arrays = self._arrays, None
-            self._release()
             self._background.shutdown()
             with suppress(OSError, ValueError):  # Orbax repeats the error of a save that failed
                 writer.close()
+            self._release()  # not earlier: after a KeyboardInterrupt a save may still be running
             self._restore_logging()
             if self._mirror is not None:
                 self._mirror.close()
@@ -390,6 +390,7 @@ class Checkpoints:
 
     def _begin(self) -> None:
         self._claim = self._claim or upkeep.claim(self.directory)
+        upkeep.remove_leftovers(self.directory)  # if this fails, `_save_errors` ends the claim
 
     def _release(self) -> None:
         if self._claim is not None:

@@ -47,7 +47,11 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     check_values(Content.of(state).leaves)
     step = int(state.consumed) if isinstance(state, TrainState) else 0
     path = path.resolve() if path.is_symlink() else path
-    _check_free(path, overwrite)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        if not is_checkpoint(path):
+            raise CheckpointError(f"{path} exists and is not a checkpoint, so it is left alone. Choose another path.")
+        if not overwrite:
+            raise CheckpointError(f"{path} holds a checkpoint already. Choose another path, or pass overwrite=True.")
     staging = path.with_name(f".{path.name}.saving")
     on_first_process(lambda: _clear(staging, _old_path(path)))
     try:
@@ -122,15 +126,6 @@ def restore_params(
         ValueError: a leaf of `target` has no sharding.
     """
     return _read(path, lambda source: content.read_params(source, target, missing=missing, ignore=ignore))
-
-
-def _check_free(path: Path, overwrite: bool) -> None:
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
-    if not is_checkpoint(path):
-        raise CheckpointError(f"{path} exists and is not a checkpoint, so it is left alone. Choose another path.")
-    if not overwrite:
-        raise CheckpointError(f"{path} holds a checkpoint already. Choose another path, or pass overwrite=True.")
 
 
 def _clear(staging: Path, old: Path) -> None:

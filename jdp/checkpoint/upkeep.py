@@ -81,14 +81,11 @@ def make_directory(directory: Path) -> None:
 
 
 def claim(directory: Path) -> BinaryIO:
-    """Return the marker file, locked until `release`; delete folders that killed runs left.
-
-    Raises CheckpointError if another process saves.
-    """
+    """Return the marker file, locked until `release`. Raises CheckpointError if another process saves."""
     marker = (directory / MARKER).open("ab")
     try:
         fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):  # network file systems may raise the second
         marker.close()
         raise CheckpointError(
             "one process at a time saves in a directory, and another is saving there; end that run, or choose another "
@@ -96,16 +93,20 @@ def claim(directory: Path) -> BinaryIO:
         ) from None
     except OSError:  # a file system without locks
         pass
-    for path in list(directory.iterdir()):
-        if _LEFTOVER.fullmatch(path.name):
-            remove(path)
     return marker
 
 
 def release(marker: BinaryIO) -> None:
     """Unlock the marker file; to close it is not enough if this process has forked meanwhile."""
-    with marker, suppress(OSError):
+    with suppress(OSError), marker:
         fcntl.flock(marker, fcntl.LOCK_UN)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete folders that killed runs left half-written or half-deleted. The directory must be claimed."""
+    for path in list(directory.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            remove(path)
 
 
 def remove(folder: Path) -> None:

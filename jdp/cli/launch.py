@@ -156,7 +156,6 @@ def _program(command: list[str]) -> list[str] | None:
         return [sys.executable, *command]
     if Path(word).is_file() and not os.access(word, os.X_OK):
         return None
-
     return None if shutil.which(word) is None and shipped_file(Path(word)) is not None else command
 
 

@@ -144,7 +144,6 @@ def write_file(path: Path, text: str) -> None:
 
 def choose_target_platform(targets: Sequence[str | None], devices: int | None = None) -> None:
     """Choose JAX's platform for compiling for targets: virtual CPU devices for "cpu:8", else the CPU."""
-
     if numbers := [int(found[1]) for name in targets if (found := re.fullmatch(r"cpu:(\d{1,5})", name or ""))]:
         choose_platform(max(numbers))
     elif None in targets:

@@ -215,7 +215,6 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
 
     `of_library` is added to a library's exceptions. Exceptions of jdp's own code pass.
     """
-
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -59,7 +59,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _prove(options: Options, overrides: dict[str, str]) -> "Proof":
-
     experiment = load(options.file, overrides)
     choose_platform(experiment.devices or DEVICES)
 

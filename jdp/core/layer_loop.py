@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.layer_order import LayerDerivative
 from jdp.core.reading.jaxprs import run
 from jdp.core.sharding.placement import Placement
+from jdp.core.sharding.traced_mesh import traced_model_axes
 
 Layer = Callable[..., Any]
 """(weights, others, carry, *outer) -> (carry, outputs)."""
@@ -158,10 +160,11 @@ class LayerLoop:
                 its_residuals, d_carry = jax.lax.optimization_barrier((its_residuals, d_carry))
             gathered = gathered or ([] if self._keeps else self._gather(weights, k, d_carry))
             args = (d_carry, _at(d_outputs, k)), gathered, _at(others, k), its_residuals, outer
-            if self._derivative is None:
+            if self._derivative is None and not traced_model_axes():  # there XLA's order hides more
                 self._derivative = LayerDerivative(self._differentiated, *args)
             sends = (following, reduced, finished) if twice else (following, finished)
-            d_weights, d_carry, (d_others, d_here) = self._derivative(sends, *args)
+            derivative = partial(self._derivative, sends) if self._derivative else self._differentiated
+            d_weights, d_carry, (d_others, d_here) = derivative(*args)
             results = {"others": (k, d_others)}
             if finished:
                 results["weights"] = (k + 1 + twice, finished)

@@ -6,6 +6,9 @@ all of it. What is carried from layer to layer keeps its rounding.
 
 XLA's scheduler counts kernels, not their seconds, and would hide a collective behind the smallest. So large products
 on the way to the gradient that is carried on wait for what is sent meanwhile, one for each collective.
+
+Layers on a mesh with an axis of the model's keep XLA's order and products, because it then hides more of what is sent
+along that axis: experiments/tensor_parallel.toml is foreseen at 813 ms a step on h100:8x8 instead of 858.
 """
 
 import math

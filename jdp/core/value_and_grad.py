@@ -169,7 +169,17 @@ class ValueAndGrad(Generic[*Arguments]):
         why: the reason for it, one sentence.
     """
 
-    __slots__ = ("__weakref__", "_checked_forms", "_last_key", "_numbers", "_on_meshes", "argnums", "loss", "wrt")
+    __slots__ = (
+        "__weakref__",
+        "_checked_forms",
+        "_last_key",
+        "_numbers",
+        "_on_meshes",
+        "_repeats",
+        "argnums",
+        "loss",
+        "wrt",
+    )
 
     plan: Plan = read_only("loss.plan")
     settings: StepSettings = read_only("loss.settings")
@@ -181,6 +191,7 @@ class ValueAndGrad(Generic[*Arguments]):
         self._numbers = (argnums,) if isinstance(argnums, int) else argnums
         self._on_meshes: dict[Any, ValueAndGrad[*Arguments]] = {}
         self._last_key: Any = None
+        self._repeats = 0  # calls in a row, after the first, with the key of the call before
         self._checked_forms: set[Any] = set()  # structures, shapes and shardings of models that follow the plan
 
     def __repr__(self) -> str:
@@ -198,7 +209,8 @@ class ValueAndGrad(Generic[*Arguments]):
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
             self._check_traced(state)
             values, grads, model_state = self._compute(state, batch)
-            self._report_key(is_repeated=not isinstance(rng, Tracer))
+            if not isinstance(rng, Tracer):
+                self._report_key()
             return values, self._taken_apart(models, state, grads, model_state)
         self._check_models(state)
         if loss.is_of_several:
@@ -208,8 +220,10 @@ class ValueAndGrad(Generic[*Arguments]):
             loss.check_first(state, batch)
         values, grads, model_state = self.jitted(state, owned_batch(batch))
         loss.limit_run_ahead(values if isinstance(values, dict) else values[0])
-        self._report_key(is_repeated=rng is self._last_key)
+        self._repeats = self._repeats + 1 if rng is self._last_key else 0
         self._last_key = rng
+        if self._repeats == 2:  # two gradients of a step may share a key, as for sharpness-aware minimisation
+            self._report_key()
         return values, self._taken_apart(models, state, grads, model_state)
 
     @public(_check_call)
@@ -316,9 +330,9 @@ class ValueAndGrad(Generic[*Arguments]):
                 )
         self._checked_forms.add(form)
 
-    def _report_key(self, *, is_repeated: bool) -> None:
+    def _report_key(self) -> None:
         """Report numbers that are drawn again in each call, because the key is the same."""
-        if is_repeated and (self.settings.wire is not None or (self.loss.last and self.loss.last.is_random)):
+        if self.settings.wire is not None or self.loss.is_random:
             notice(
                 "a gradient gets the same key in each call, so it draws the same numbers: give each call another, such "
                 "as jax.random.fold_in(key, step), and pass a jitted function its key as an argument"

@@ -23,7 +23,7 @@ _FREE_KEYS = {"mesh": "AXIS", "rules": "PATTERN"}
 class OnlyFor:
     """In a field's annotation: only some experiments read the key, and the others must leave it at its default.
 
-    Help ends with "For {readers}."; the message for the others begins with "KEY is for {readers}{instead}".
+    A key's help ends with "For {readers}."; the message for the others begins with "KEY is for {readers}{instead}".
     """
 
     readers: str

@@ -96,7 +96,10 @@ class InitialWeights:
         if fresh:
             shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
             message += f", except {len(fresh)} that it lacks and that start fresh: {shown}"
-        return _with_new_optimizer(replace(state, params=read.params, model_state=read.model_state), plan), message
+        tx, trained, shardings = state.static.tx, state.static.trained, plan.shardings(state).opt_state
+        begin = jax.jit(lambda params: first_state(tx, trained_part(params, trained)), out_shardings=shardings)
+        opt_state = begin(read.params)
+        return replace(state, params=read.params, model_state=read.model_state, opt_state=opt_state), message
 
 
 def original_folder(experiment: Experiment) -> Path | None:
@@ -117,14 +120,6 @@ def _safetensors(place: Path) -> Path | None:
             "fix the path, or remove the key"
         )
     return place if place.suffix == SAFETENSORS or any((place / file).exists() for file in _IN_FOLDER) else None
-
-
-def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
-    """Return the state with the optimizer's initial state for these parameters."""
-    tx, trained = state.static.tx, state.static.trained
-    shardings = plan.shardings(state).opt_state
-    begin = jax.jit(lambda params: first_state(tx, trained_part(params, trained)), out_shardings=shardings)
-    return replace(state, opt_state=begin(state.params))
 
 
 def _is_hugging_face(path: Path, config: Any) -> bool:

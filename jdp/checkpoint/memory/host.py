@@ -121,7 +121,7 @@ def _unusable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def _is_held(lock: Path) -> bool:
-    with lock.open("ab") as file:
+    with lock.open("r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -15,6 +15,7 @@ from typing import Literal
 
 import jax
 from jax.extend.core import Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
 from jdp.base.errors import UserError
@@ -145,7 +146,9 @@ def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callab
     if reason is not None and not (reason == IN_TRAINING_ALONE and reading.partitioning == "auto"):
         raise UserError(_refusal(spec, name, reason))
     reading.check_metrics()
-    is_random = draws_anything(reading.jaxpr)
+    # every module's keys are folded from the step's, also where dropout in evaluation mode does not use them
+    live, _ = dce_jaxpr(reading.jaxpr, [True] * len(reading.jaxpr.outvars))
+    is_random = draws_anything(live)
     return View(reading.partitioning, why + reading.remarks, reading.loss_fn, reading.draws, is_random)
 
 

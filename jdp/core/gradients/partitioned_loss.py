@@ -68,6 +68,11 @@ class PartitionedLoss:
         return next(reversed(self._views.values()), None)
 
     @property
+    def is_random(self) -> bool:
+        """Whether the loss draws random numbers in every view: a module in evaluation mode may draw none."""
+        return bool(self._views) and all(view.is_random for view in self._views.values())
+
+    @property
     def partitioning(self) -> Partitioning | None:
         """ "auto" or "manual"; None if the loss decides and was not yet traced."""
         return self.last.partitioning if self.last else self.settings.requested

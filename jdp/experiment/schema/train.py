@@ -89,11 +89,7 @@ class Train(Section):
     eval_batches: Batches = 10
     """Largest number of batches that an evaluation reads of each data set: always the same random ones; "all" = every
     example once."""
-    eval_metrics: Annotated[
-        EvalMetrics,
-        OnlyFor("jdp's own losses, which are cross-entropies", _measures),
-        OnlyFor(f"text ({', '.join(OF_TEXT)})", lambda x: x.kind == "text" or not {*OF_TEXT} & {*x.train.eval_metrics}),
-    ] = ()
+    eval_metrics: Annotated[EvalMetrics, OnlyFor("jdp's own losses, which are cross-entropies", _measures)] = ()
     """Metrics besides the loss. Text: "perplexity", "bits_per_byte" (of UTF-8), and "accuracy" of the next token. Text
     and classes: "top5_accuracy" (or another number): how often the label is among the five most likely."""
     stop_after: Count = 0

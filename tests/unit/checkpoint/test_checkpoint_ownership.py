@@ -1,8 +1,12 @@
 """A directory of checkpoints loses nothing: not what a run that went back learns, nor what it left, nor what is not
 ours; and what it cannot take is refused in words."""
 
+import errno
+import fcntl
+import os
 import shutil
 import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +15,7 @@ from tiny_states import at, fill, names, target, weight_of
 
 import jdp
 from jdp.base import notices
+from jdp.checkpoint import upkeep
 from jdp.checkpoint.format import checksums
 from jdp.export import export_safetensors
 
@@ -197,6 +202,74 @@ def test_two_writers_do_not_share_a_save(tmp_path, monkeypatch):
         first.wait()
         second.save(at(2))
     assert names(tmp_path) == ["1", "2"] and weight(tmp_path, 1) == 1
+
+
+def failing(number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_file_system_without_locks_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
+    fill(tmp_path, 1, 2)
+    assert names(tmp_path) == ["1", "2"]
+    monkeypatch.setattr(fcntl, "flock", failing(errno.EACCES))  # how some network file systems say "locked"
+    with pytest.raises(jdp.CheckpointError, match=r"3 was not saved in .*: one process at a time"):
+        fill(tmp_path, 3)
+
+
+def test_a_forked_process_does_not_keep_the_claim(tmp_path):
+    claim = upkeep.claim(tmp_path)
+    inherited = os.dup(claim.fileno())  # shares the lock, as a fork's descriptor does
+    upkeep.release(claim)
+    upkeep.release(upkeep.claim(tmp_path))
+    os.close(inherited)
+
+
+def test_a_failed_start_of_a_save_ends_its_claim(tmp_path, monkeypatch):
+    with jdp.Checkpoints(tmp_path) as saved:
+        with monkeypatch.context() as patched, pytest.raises(jdp.CheckpointError, match="Input/output") as caught:
+            patched.setattr(upkeep, "remove_leftovers", failing(errno.EIO))
+            saved.save(at(1))
+        saved.save(at(1))  # while the error, with its frames, is alive
+    assert caught.value and names(tmp_path) == ["1"]
+
+
+def test_close_ends_an_interrupted_save(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), jdp.Checkpoints(tmp_path) as saved:
+        monkeypatch.setattr(saved._arrays, "save", interrupted)
+        saved.save(at(1))
+    fill(tmp_path, 1)
+    assert names(tmp_path) == ["1"]
+
+
+def test_an_interrupted_close_keeps_the_claim(tmp_path, monkeypatch):
+    """Until the save in the background is complete, no other process may save."""
+    closing, commit = threading.Event(), checksums.commit
+
+    def interrupted():
+        closing.set()
+        raise KeyboardInterrupt
+
+    def late(*given):
+        closing.wait(10)
+        time.sleep(0.2)
+        with pytest.raises(jdp.CheckpointError, match="one process at a time"):
+            upkeep.claim(tmp_path)
+        commit(*given)
+
+    monkeypatch.setattr(checksums, "commit", late)
+    saved = jdp.Checkpoints(tmp_path)
+    saved.save(at(1))
+    monkeypatch.setattr(saved, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saved.close()
+    assert names(tmp_path) == ["1"]
 
 
 def test_a_run_from_an_earlier_step_is_refused(tmp_path):

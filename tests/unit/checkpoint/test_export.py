@@ -13,7 +13,7 @@ import pytest
 from damage import files_of_at_most
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from safetensors import numpy
+from safetensors import numpy, safe_open
 from tiny_states import assert_same_bits
 
 import jdp
@@ -118,6 +118,8 @@ def test_shards_follow_the_convention(tmp_path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 1200, "jdp": jdp.__version__}
     assert index["weight_map"] == {"a": first, "b": first, "c": second}
+    for file in (first, second):  # Hugging Face's loaders refuse a file without a format
+        assert safe_open(tmp_path / file, framework="numpy").metadata()["format"] == "pt"
     for given in (path, tmp_path, tmp_path / "model.safetensors.index.json"):
         assert_same_bits(import_safetensors(given, tree), tree)
     export_safetensors(path, tree)
@@ -181,6 +183,20 @@ def test_the_hubs_own_gpt2_file_is_read(gpt2, tmp_path, also):
     )
     with pytest.raises(jdp.CheckpointError, match=r"has no transformer.wte.weight.*closest name is wte.weight"):
         import_safetensors(tmp_path / "hub.safetensors", aim, names=gpt2_names(GPT2))
+
+
+@pytest.mark.parametrize(
+    ("names_of", "config", "message"),
+    [
+        (gpt2_names, LLAMA, "GPT-2 has positions='learned'; given 'rotary'"),
+        (gpt2_names, replace(GPT2, qk_norm=True), "GPT-2 has qk_norm=False; given True"),
+        (gpt2_names, replace(GPT2, kv_heads=1), "GPT-2 has a key and value head for each .*; given kv_heads=1"),
+        (llama_names, GPT2, "Llama has positions='rotary'; given 'learned'"),
+    ],
+)
+def test_names_are_of_one_architecture(names_of, config, message):
+    with pytest.raises(ValueError, match=message):
+        names_of(config)
 
 
 @pytest.mark.parametrize(

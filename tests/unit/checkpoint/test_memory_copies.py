@@ -174,11 +174,17 @@ def test_a_new_run_finds_nothing_old(memory, tmp_path):
         assert len(list(memory.iterdir())) == 1, "what nobody uses was removed"
 
 
-def test_a_live_runs_copies_are_locked(tmp_path):
+def test_a_live_runs_copies_are_locked(memory, tmp_path):
     checkpoints = opened(tmp_path)
     checkpoints.save_in_memory(state_at(3), {"said": 3})
     with pytest.raises(jdp.CheckpointError, match="allow one run at a time"):
         opened(tmp_path)
+    checkpoints._memory._wait()  # it writes into the folder
+    (live,) = memory.iterdir()
+    os.utime(live, (0, 0))
+    with jdp.Checkpoints(tmp_path / "another", keep_in_memory=1) as another:
+        another.save_in_memory(state_at(1))
+    assert live.exists(), "old as it looks, a run uses it"
     killed(checkpoints)
     with opened(tmp_path) as checkpoints:
         assert checkpoints.restore(state_at(0))[1] == {"said": 3}

@@ -99,6 +99,10 @@ def weighed(params, batch, rng):
     return jdp.Loss(squares(params, batch) + penalty(params) * weight, weight)
 
 
+def test_a_penalty_times_the_weight_counts_once():
+    check_equals_whole_batch(weighed, {"accumulate": 2, "partitioning": "manual"})
+
+
 # Losses that mix examples.
 
 

@@ -79,6 +79,14 @@ def test_tables_are_kept_and_what_a_call_adds_is_dropped_and_reported(reported):
     ]
 
 
+def test_batch_norm_is_no_mixing_of_rows():
+    """Its statistics are synchronised over the devices, so that each computes its own rows."""
+    plan = plan_of()
+    step = jdp.make_train_step(loss_fn, plan)
+    step(state_of(plan), data())
+    assert step.partitioning == "manual" and "norm" not in step.why
+
+
 # What a call changes: kept, skipped or refused by the step.
 
 

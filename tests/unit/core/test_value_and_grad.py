@@ -379,11 +379,14 @@ def noisy(params, batch, rng):
 def test_a_key_that_is_used_again_is_reported(capfd, monkeypatch):
     """By calls outside of jit, and by a jitted function that closes over it; not for a loss that draws nothing."""
     grad, plain, model, batch = jdp.value_and_grad(noisy, plan_of()), gradient(), params(), batch_of()
+    of_net, module = jdp.value_and_grad(net_loss, plan_of()), jdp.init(net, plan_of(), rng=KEY)
+    module.eval()
     for is_reported, call in (
-        (False, lambda: [plain(model, batch, KEY) for _ in range(2)]),
-        (False, lambda: [grad(model, batch, jax.random.key(i)) for i in range(2)]),
+        (False, lambda: [plain(model, batch, KEY) for _ in range(3)]),
+        (False, lambda: [of_net(module, batch, KEY) for _ in range(3)]),
+        (False, lambda: [grad(model, batch, key) for key in jax.random.split(KEY, 3) for _ in range(2)]),
         (False, lambda: jax.jit(grad)(model, batch, KEY)),
-        (True, lambda: [grad(model, batch, KEY) for _ in range(2)]),
+        (True, lambda: [grad(model, batch, KEY) for _ in range(3)]),
         (True, lambda: jax.jit(lambda model: grad(model, batch, KEY)[0])(model)),
     ):
         monkeypatch.setattr("jdp.base.notices._said", set())

@@ -121,6 +121,7 @@ WRONG_FILES = [
     (SMALL + 'eval_metrics = ["top0_accuracy"]', "train.eval_metrics must be an array of"),
     (SMALL + 'eval_metrics = ["accuracy", "accuracy"]', "must name each metric once"),
     (SMALL + "[sample]\nprompt = []", "sample.prompt must be text of one character at least"),
+    (SMALL + '[sample]\nprompt = ""', "sample.prompt must be text of one character at least"),
     (SMALL + '[sample]\nprompt = ["a", 3]', "sample.prompt must be text of one character at least"),
     (
         in_data('ids = "input_ids"') + "[sample]\nlength = 3",
@@ -151,6 +152,26 @@ WRONG_FILES = [
         'wire = "int8"\npartitioning = "auto"\n' + SMALL,
         'wire is for partitioning = "manual", where jdp sends; given "int8"',
     ),
+    (in_data('label = "x"'), "data.label is for images and features, and model.name = 'gpt-nano' learns text; given"),
+    (in_data('heldout = "x.npz"'), "data.heldout is for images and features, and model.name = 'gpt-nano' learns text"),
+    (in_data('ids = "a"\nfield = "b"'), 'data.field is for text and arrays, not data.ids; given "b"'),
+    (
+        pictures("vit-digits", 'heldout = "x.npz"\nmixture = {a = {source = "digits"}}'),
+        "data.heldout is for one source, not [data.mixture.NAME]; given",
+    ),
+    (
+        pictures("mlp", 'mixture = {a = {source = "digits"}}'),
+        "[data.mixture] is for text and images, and model.name = 'mlp' learns features: remove it",
+    ),
+    *(
+        (pictures("mlp", f'source = "digits"\n{key} = "documents"'), f"data.{key} is for text, and model.name = 'mlp'")
+        for key in ("ids", "weights", "labels", "attention_mask", "tokenizer", "packing")
+    ),
+    (
+        pictures("mlp", 'source = "digits"') + 'eval_metrics = "perplexity"',
+        "train.eval_metrics has \"perplexity\", which is for text, and model.name = 'mlp' learns features: remove it",
+    ),
+    (SMALL + '[loss]\nmetrics = ["margin"]', "loss.metrics is for loss.make; given"),
     ('wire = "int7"\n' + SMALL, 'given "int7"; did you mean int8?'),
     (SMALL + "[optimizer]\nfinal_lr_fraction = 0.1", "is for the schedules cosine and linear; given 0.1"),
     (SMALL + "x = = 3", "is not valid TOML: Invalid value (at line 10, column 5)"),

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdp.experiment.file import from_table
+from jdp.experiment.file import ExperimentError, from_table
 from jdp.experiment.optimizer import decay_mask, learning_rate, optimizer
 from jdp.experiment.schema.train import RuleName
 
@@ -114,6 +114,32 @@ def test_stacked_layers_have_their_own_norms(name):
     layers = apart(ended[True].pop("layers"))
     jax.tree.map(lambda *same: np.testing.assert_allclose(*same, rtol=1e-6), layers, ended[False].pop("layers"))
     jax.tree.map(np.testing.assert_array_equal, ended[True], ended[False])
+
+
+OTHER = {"b1": 0.5, "b2": 0.5, "eps": 0.1, "momentum": 0.5, "beta": 0.5, "adam_lr": 0.5, "weight_decay": 0.5}
+"""Key of a rule -> a value that is no rule's default."""
+
+
+def updates_of(made):
+    """Three updates of a matrix and a bias. Lion's have signs that depend on both decays."""
+    tx, params = optimizer(made), {"up": {"kernel": jnp.arange(1.0, 7).reshape(2, 3), "bias": jnp.ones(3)}}
+    state, found = tx.init(params), []
+    for scale in (3.0, -0.01, -0.1):
+        updates, state = tx.update(jax.tree.map(lambda leaf, scale=scale: scale * leaf, params), state, params)
+        found += jax.tree.leaves(updates)
+    return np.concatenate([np.ravel(each) for each in found])
+
+
+@pytest.mark.parametrize("name", typing.get_args(RuleName))
+def test_a_key_is_refused_if_it_changes_no_update(name):
+    plain = experiment(optimizer={"name": name})
+    for key, value in OTHER.items():
+        changed = plain.model_copy(update={"optimizer": plain.optimizer.model_copy(update={key: value})})  # not checked
+        if (updates_of(changed) != updates_of(plain)).any():
+            experiment(optimizer={"name": name, key: value})
+        else:
+            with pytest.raises(ExperimentError, match=rf"optimizer\.{key} is for .*, not {name}; given .*: remove it"):
+                experiment(optimizer={"name": name, key: value})
 
 
 def test_an_average_of_the_parameters_is_stored():

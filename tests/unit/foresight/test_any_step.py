@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
@@ -180,6 +180,46 @@ def test_a_shard_map_over_its_mesh_is_refused():
         jdp.foresee(*closing_over(mesh_of(), local=True), target="cpu:8")
 
 
+def gradient_step(mesh, *, columns=64, rows=20):
+    """Arguments: weights, split over `model` where the mesh has it; rows of a batch, split over `data`."""
+    step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w))
+    split = P(None, "model" if "model" in mesh.axis_names else None)
+    w = jax.ShapeDtypeStruct((64, columns), jnp.float32, sharding=NamedSharding(mesh, split))
+    return step, w, jax.ShapeDtypeStruct((rows, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_auto_and_explicit_meshes_move(kind):
+    report = jdp.verify(*gradient_step(mesh_of(kind=kind)), target="cpu:8", against="ddp", params="w")
+    assert report.mesh == {"data": 8}
+    assert report.kept and report.wire_bytes_per_device == 2 * 7 / 8 * 4 * 64 * 64
+    assert "a batch's rows must divide by data=8; given 20: rounded up to 24" in report.notes
+
+
+def test_raised_rows_divide_by_both_meshes():
+    report = jdp.foresee(*gradient_step(mesh_of(), rows=16), target="cpu:6")  # 18 divides by 6, but not by 4
+    assert "a batch's rows must divide by data=6; given 16: rounded up to 24" in report.notes
+
+
+def model_step(columns=64):
+    return gradient_step(mesh_of(names=("data", "model"), shape=(2, 2)), columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "moved"),
+    [
+        (None, {"data": 4, "model": 2}),
+        ({"model": 4}, {"data": 2, "model": 4}),
+        ({"data": 1, "model": -1}, {"data": 1, "model": 8}),
+    ],
+)
+def test_the_batchs_axis_takes_the_remaining_devices(sizes, moved):
+    report = jdp.foresee(*model_step(), target="cpu:8", mesh=sizes)
+    assert report.mesh == moved
+    (w,) = (each for each in report.memory.arguments if each.path == "w")
+    assert w.bytes == 4 * 64 * 64 // moved["model"]
+
+
 def maxtexts_attention(q, k, v):
     """MaxText 0.2.5's call under `attention=cudnn_flash_jax`: bf16 [batch, length, heads, head_dim], causal."""
     mask, scale, layout = fused_attention_stablehlo.MaskType.CAUSAL, 1.0, "BTNH"
@@ -246,11 +286,35 @@ BAD = {
         lambda step, w, x: jdp.verify(step, w, x, target="cpu:8", mesh={"modle": 2}),
         "mesh sets the sizes of .* axes, data; given 'modle'",
     ),
+    "sizes that do not multiply to the devices": (
+        lambda step, w, x: jdp.foresee(*model_step(), target="cpu:8", mesh={"model": 3}),
+        "given data=2 × model=3 for the 8 devices of cpu:8",
+    ),
+    "two sizes for the rest": (
+        lambda step, w, x: jdp.foresee(*model_step(), target="cpu:8", mesh={"data": -1, "model": -1}),
+        "given data=the rest × model=the rest .* one size may be -1",
+    ),
+    "weights that the target cannot split": (
+        lambda step, w, x: jdp.foresee(*model_step(columns=6), target="cpu:8", mesh={"model": 4}),
+        r"given w \[64, 6\], whose dimension 1 is sharded over model, 4 on the target",
+    ),
+    "an abstract mesh without a target": (
+        lambda step, w, x: jdp.foresee(*gradient_step(AbstractMesh((4,), ("data",)))),
+        "given an abstract mesh, which has no devices",
+    ),
+    "a second mesh inside": (
+        lambda step, w, x: jdp.foresee(jax.jit(lambda w, x: on_other_axes(x @ w).sum()), w, x, target="cpu:8"),
+        "with axes data; given a second mesh with other inside it",
+    ),
     "a strategy without parameters": (
         lambda step, w, x: jdp.verify(step, w, x, against="zero3"),
         "given against='zero3' and no params",
     ),
 }
+
+
+def on_other_axes(x):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(names=("other",), first=4), P("other")))
 
 
 def other_mesh(array):

@@ -51,6 +51,24 @@ def test_theory_is_the_designs_row(strategy, k, precision, axes, payload, wire):
     assert (promised.parameters, promised.payload_bytes, promised.wire_bytes) == (9224, payload, wire)
 
 
+# Encoded: `w` has blocks of 256 on each of eight devices, 2 bytes an element in bf16 and 260/256 in int8. `v` has them
+# only on four, and `b` nowhere.
+ENCODED = [  # strategy, K, wire, axes, {kind: payload bytes}, wire bytes a device, all counted by hand
+    ("ddp", 1, "int8", {}, {"all-to-all": 8320, "all-gather": 8320, "all-reduce": 4128}, 21784),
+    ("ddp", 1, "bf16", {}, {"all-to-all": 16384, "all-gather": 16384, "all-reduce": 4128}, 35896),
+    ("zero2", 4, "int8", {}, {"all-to-all": 33280, "reduce-scatter": 16384, "all-gather": 36896}, 75740),
+    # Over data 2 · (8320 + 1040) in codes, and 147584 in weights; over replica 2080 each way, and `v` as it is.
+    ("zero3", 2, "int8", {"replica": 2}, {"all-to-all": 20800, "all-gather": 149664, "all-reduce": 1024}, 127832),
+]
+
+
+@pytest.mark.parametrize(("strategy", "k", "encoding", "axes", "payload", "wire"), ENCODED)
+def test_theory_counts_codes_and_scales(strategy, k, encoding, axes, payload, wire):
+    plan = jdp.Plan(jdp.make_mesh(**axes, data=-1), strategy)
+    promised = theory(plan, PARAMS, StepSettings(accumulate=k, wire=encoding))
+    assert (promised.payload_bytes, promised.wire_bytes) == (payload, wire)
+
+
 def test_theory_counts_shards_of_model_axes():
     plan = jdp.Plan(jdp.make_mesh(data=4, model=2), "zero1", rules=[("w", P(None, "model"))])
     promised = theory(plan, PARAMS, StepSettings())

@@ -325,6 +325,22 @@ def test_nan_does_not_pass_for_equal():
     assert "from step 1 on, rounding alone" in record.notes()[0]
 
 
+def test_the_likeliest_cause_is_named_first():
+    values = {name: np.ones(2, np.float32) for name in ("weight", "loss", "grad_norm", "a", "b")}
+    record = twice(values, values)
+    off = lambda **by: {**values, **{name: np.float32([1, 1 + much]) for name, much in by.items()}}  # noqa: E731
+    for wrong, first in (
+        ({"a": 2, "b": 3, "grad_norm": 9, "loss": 1, "weight": 1}, "weight"),
+        ({"a": 2, "b": 3, "grad_norm": 9, "loss": 1}, "loss"),
+        ({"a": 2, "b": 3, "grad_norm": 9}, "b"),
+        ({"grad_norm": 9}, "grad_norm"),
+    ):
+        closest = record.compare(1, off(**wrong))
+        assert (closest.step, closest.leaf, closest.beyond) == (1, first, len(wrong))
+    within = record.compare(1, off(a=1e-7))
+    assert (within.leaf, within.beyond) == ("a", 0) and 0 < within.ratio < 1
+
+
 @pytest.mark.parametrize(("change", "is_weak"), [(0, True), (0.1, True), (10, False)])
 def test_a_wide_bound_is_noted(change, is_weak):
     record = Record(noise=1e-6)

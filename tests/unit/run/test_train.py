@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny_experiment import points_text, tables, write_points
@@ -10,6 +11,8 @@ from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 import jdp
 from jdp.checkpoint import Checkpoints
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import load
 from jdp.guard.time_account import KINDS
 from jdp.launch.events import read_logs
 from jdp.run.outputs.metrics import read
@@ -103,6 +106,15 @@ def test_resume_with_int8_gradients_is_bitwise(experiment):
     for names in (("loss", "grad_norm"), ("eval_loss",)):
         resumed, calm = (rows(folder, *names) for _, folder in runs)
         assert resumed == calm and max(calm) == 8
+    jax.tree.map(np.testing.assert_array_equal, *[saved_state(folder, 8) for _, folder in runs])
+
+
+def saved_state(folder, step):
+    """The parameters and the optimizer's state of a checkpoint."""
+    target = Assembly.on_devices(load(folder / "experiment.toml")).training.abstract_state
+    with Checkpoints(folder / "checkpoints") as saved:
+        state, _ = saved.restore(target, step)
+    return jax.device_get((state.params, state.opt_state))
 
 
 def test_a_crash_repeats_steps_since_the_checkpoint(whole, experiment, capsys):
