@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.base.errors import UserError
-from jdp.export import export_safetensors, gpt2_names, import_safetensors
+from jdp.export import gpt2_names
 from jdp.models import ResNetConfig
 
 TX = optax.sgd(0.1)
@@ -158,62 +158,6 @@ def test_numbers_of_numpy_are_numbers():
     assert (made.settings.accumulate, made.settings.clip_norm) == (2, 1.0)
     assert jdp.make_mesh(data=np.int64(8)).shape == {"data": 8}
     assert jdp.scaled_lr(np.float32(0.1), base_batch=np.int64(1), batch=2) == pytest.approx(0.2)
-
-
-def saved_among_many(path, state):
-    with jdp.Checkpoints(path) as checkpoints:
-        checkpoints.save(state)
-
-
-WRITERS = {
-    "save": (lambda path, state: jdp.save(path / "one", state), "params/lora_a"),
-    "Checkpoints.save": (lambda path, state: saved_among_many(path / "many", state), "params/lora_a"),
-    "export": (lambda path, state: export_safetensors(path / "m.safetensors", state), "lora_a"),
-}
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_an_abstract_state_cannot_be_written(tmp_path, writer):
-    write, leaf = WRITERS[writer]
-    with pytest.raises(jdp.CheckpointError, match=rf"{leaf} is abstract, float32\[2\] .*jdp\.init_state, a train step"):
-        write(tmp_path, state())
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A state with LoRA, as a checkpoint and as a safetensors file, and what reads each of them."""
-    folder = tmp_path_factory.mktemp("written")
-    made = jdp.init_state(lambda rng: {"a": params(rng)}, TX, plan(), rng=KEY)
-    jdp.save(folder / "one", made)
-    export_safetensors(folder / "m.safetensors", made)
-
-    def checkpoint(target, **settings):
-        return jdp.restore_params(folder / "one", target, **settings)
-
-    def tensors(target, **settings):
-        return import_safetensors(folder / "m.safetensors", target, **settings)
-
-    return {"checkpoint": checkpoint, "safetensors": tensors}
-
-
-@pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
-def test_what_a_file_has_beyond_the_model_can_be_left_unread(written, kind, caplog):
-    """Also a head of another size, if `ignore` and `missing` both name it."""
-    read, plain = written[kind], state(lambda rng: {"a": {"w": jnp.zeros((8, 4))}}).params
-    with caplog.at_level("INFO", "jdp"):
-        got = read(plain, ignore=("*/lora_*",))
-    assert jax.tree.map(jnp.shape, got) == {"a": {"w": (8, 4)}} and float(got["a"]["w"].min()) == 1
-    assert "`ignore` skips 1 of 2 arrays; the first is" in caplog.text
-    with pytest.raises(jdp.CheckpointError, match=r"skip the .*ignore=\('a[./]lora_a',\)"):
-        read(plain)
-    with pytest.raises(jdp.CheckpointError, match=r"'\*/lora' matches none in .*, which has .*a/w"):
-        read(plain, ignore=("*/lora_*", "*/lora"))
-    other = jdp.init_state(lambda rng: {"a": {**params(rng), "lora_a": jnp.full(3, 5.0)}}, TX, plan(), rng=KEY).params
-    with pytest.raises(jdp.CheckpointError, match=r"the model has a/lora_a.*to `missing`"):
-        read(other, ignore=("a/lora_*",))
-    got = read(other, ignore=("a/lora_*",), missing=("a/lora_*",))
-    assert got["a"]["lora_a"].tolist() == [5, 5, 5] and float(got["a"]["w"].min()) == 1
 
 
 def test_a_jit_with_replicated_weights_is_on_the_errors_page():
