@@ -61,3 +61,11 @@ def sampled(tmp_path_factory):
     code, folder = train(file, "--strategy", "zero3", "--train.checkpoint_every", "2", name="whole")
     assert code == 0
     return file, folder
+
+
+@pytest.fixture
+def reported(monkeypatch, caplog):
+    """The notices of the test, as a function; notices are reported once a process, and earlier ones are forgotten."""
+    monkeypatch.setattr("jdp.base.notices._said", set())
+    caplog.set_level("INFO", "jdp")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "jdp"]

@@ -31,6 +31,39 @@ def unstacked(layers):
     return [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(LAYERS)]
 
 
+def value_and_grads(loop):
+    """Of a scalar of the last activations, by the stacked layers and the first activations."""
+    x = jax.random.normal(jax.random.key(1), (4, WIDTH))
+    return jax.jit(jax.value_and_grad(lambda layers, x: (loop(layers, x) ** 2).sum(), argnums=(0, 1)))(stacked(), x)
+
+
+@functools.cache
+def plain_loop():
+    def loop(layers, x):
+        for layer in unstacked(layers):
+            x = block(layer, x)
+        return x
+
+    return value_and_grads(loop)
+
+
+def close(got, want):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("remat", [None, "full", "dots", jax.checkpoint_policies.dots_with_no_batch_dims_saveable])
+def test_scanned_layers_are_the_plain_loop(remat):
+    close(value_and_grads(lambda layers, x: jdp.scan_layers(block, layers, x, remat=remat)), plain_loop())
+
+
+@pytest.mark.parametrize(("container", "remat"), [(list, None), (list, "full"), (nnx.List, "dots")])
+def test_unrolled_layers_are_the_plain_loop(container, remat):
+    def loop(layers, x):
+        return jdp.scan_layers(block, container(unstacked(layers)), x, remat=remat)
+
+    close(value_and_grads(loop), plain_loop())
+
+
 # What the backward pass keeps.
 
 

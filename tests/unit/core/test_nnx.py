@@ -79,6 +79,24 @@ def test_tables_are_kept_and_what_a_call_adds_is_dropped_and_reported(reported):
     ]
 
 
+def after_one_step(devices):
+    plan = plan_of(devices=devices)
+    state, metrics = jdp.make_train_step(loss_fn, plan, partitioning="auto")(state_of(plan), data())
+    return jax.device_get((state.params, state.model_state)), float(metrics["loss"])
+
+
+def test_batch_statistics_are_global_and_masks_independent_of_the_mesh():
+    (params, model_state), loss = after_one_step(devices=8)
+    (params_alone, model_state_alone), loss_alone = after_one_step(devices=1)
+    np.testing.assert_allclose(loss, loss_alone, rtol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), params, params_alone)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), model_state, model_state_alone)
+    first = jax.device_get(state_of(plan_of(devices=1)).params)["layers"]["0"]
+    hidden = data()["x"] @ first["kernel"] + first["bias"]
+    np.testing.assert_allclose(model_state["norm"]["mean"], 0.1 * hidden.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(model_state["norm"]["var"], 0.9 + 0.1 * hidden.var(0), rtol=1e-4)
+
+
 def test_batch_norm_is_no_mixing_of_rows():
     """Its statistics are synchronised over the devices, so that each computes its own rows."""
     plan = plan_of()

@@ -92,6 +92,110 @@ def differing(before, after):
 # The finite guard.
 
 
+@pytest.mark.parametrize(
+    ("strategy", "partitioning", "axes", "accumulate"),
+    [
+        ("zero3", "auto", {}, 4),
+        ("zero1", "manual", {"replica": 2, "data": 4}, 1),
+        ("zero3", "manual", {"data": 4, "model": 2}, 4),
+    ],
+)
+def test_the_objective_is_the_sum_over_the_weight_exactly(strategy, partitioning, axes, accumulate):
+    """Uneven weights, whole devices and microbatches without any: Σ∇total / Σweight to the last bit."""
+    plan, batch = plan_of(strategy, **axes), whole_numbers()
+    step = jdp.make_train_step(weighted_sum, plan, accumulate=accumulate, partitioning=partitioning, check_loss=False)
+    state, metrics = step(state_of(plan, optax.sgd(1.0)), batch)
+
+    w = np.arange(FEATURES, dtype=np.float32)
+    y = batch["x"] @ w
+    gradient = {"w": (batch["weight"] @ batch["x"]) / 128, "b": np.float32(1.0)}
+    np.testing.assert_array_equal(state.params["w"], w - gradient["w"])
+    np.testing.assert_array_equal(state.params["b"], -gradient["b"])
+    expected = {
+        "loss": batch["weight"] @ y / 128,
+        "weight": 128,
+        "hits": batch["weight"] @ (y > 0) / 128,  # a sum is reported over the loss's weight
+        "share": (y > 0).sum() / ROWS,  # a pair over its own
+        "grad_norm": np.sqrt((gradient["w"] ** 2).sum() + 1),
+        "skipped": 0,
+    }
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-6 if name == "grad_norm" else 0, err_msg=name)
+        assert metrics[name].shape == () and metrics[name].is_fully_replicated
+        assert metrics[name].dtype == (jnp.int32 if name == "skipped" else jnp.float32)
+
+
+@pytest.mark.parametrize(("strategy", "partitioning"), [("zero3", "auto"), ("ddp", "manual")])
+def test_a_step_that_is_not_finite_changes_nothing_but_a_counter(strategy, partitioning):
+    """NaN in one row, or a total that is infinite while its gradient is not; and then training goes on."""
+
+    def loss_fn(params, batch, rng):
+        return jdp.Loss((predict(params, batch) + batch["add"]).sum(), jnp.float32(batch["x"].shape[0]))
+
+    plan = plan_of(strategy)
+    good = {"x": whole_numbers()["x"], "add": np.zeros(ROWS, np.float32)}
+    poisoned, infinite = ({name: array.copy() for name, array in good.items()} for _ in range(2))
+    poisoned["x"][ROWS // 2, 3] = np.nan
+    infinite["add"][-1] = np.inf
+    step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning, check_loss=False)
+    tx = optax.adamw(lambda count: 0.1 / (count + 1))
+
+    state, _ = step(state_of(plan, tx), good)
+    before = leaves(state)
+    for count, bad in enumerate((poisoned, infinite), start=1):
+        state, metrics = step(state, bad)
+        after = leaves(state)
+        assert differing(before, after) == {".skipped"}
+        assert [int(value) for value in after[".skipped"]] == [count] * 8
+        assert (int(metrics["skipped"]), int(state.consumed)) == (count, 1 + count)
+        assert not np.isfinite(metrics["loss"])
+
+    state, metrics = step(state, good)
+    other, _ = step(state_of(plan, tx), good)
+    other, _ = step(other, good)  # the same two good batches, without the bad ones between them
+    assert differing(leaves(other), leaves(state)) == {".skipped"}
+    assert (int(state.step), int(state.opt_state[0].count), int(metrics["skipped"])) == (2, 2, 2)
+
+
+def described_as(state):
+    return jax.tree.map(lambda x: (x.shape, x.dtype, jax.typeof(x).weak_type), (state.params, state.opt_state))
+
+
+ADAFACTOR = functools.partial(optax.adafactor, 0.1, min_dim_size_to_factor=8, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "partitioning"),
+    [(ADAFACTOR, "zero2", "auto"), (lambda: optax.adamw(0.1), "zero3", "manual")],
+    ids=["adafactor", "adamw"],
+)
+@pytest.mark.default_ids("adamw")
+def test_results_stay_where_the_plan_wants_them(make, strategy, partitioning, caplog):
+    plan = jdp.Plan(jdp.make_mesh(replica=2, data=4), strategy, **SHARDED)
+
+    def matrices(rng):
+        return {"w": jax.random.normal(rng, (FEATURES, 24)), "v": jnp.ones((24, 8)), "odd": jnp.ones((3, 5))}
+
+    def loss_fn(params, batch, rng):
+        y = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
+        return jdp.Loss((y**2).sum() + params["odd"].sum() * batch["weight"].sum(), batch["weight"].sum())
+
+    state = state_of(plan, make(), matrices)
+    wanted = plan.shardings(state)
+    assert any(not sharding.is_fully_replicated for sharding in jax.tree.leaves(wanted.opt_state))
+    step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning, clip_norm=1.0, check_loss=False)
+    batch = jax.device_put(whole_numbers(), plan.batch_sharding)
+    described = described_as(state)
+    for _ in range(3):
+        with jax.log_compiles():
+            state, _ = step(state, batch)
+        for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    assert described_as(state) == described
+    assert len([line for line in caplog.messages if "Finished XLA compilation of jit(train_step)" in line]) == 1
+
+
 def test_an_update_that_is_not_finite_changes_nothing_though_the_gradient_is():
     """The rate of the second step is NaN or infinite, or the optimizer's state alone breaks; infinities may stay."""
 
@@ -117,21 +221,6 @@ def test_an_update_that_is_not_finite_changes_nothing_though_the_gradient_is():
         state, metrics = step(state, whole_numbers())
         assert differing(before, leaves(state)) == {".skipped"}
         assert int(metrics["skipped"]) == 1 and np.isfinite([metrics["loss"], metrics["grad_norm"]]).all()
-
-
-def test_an_infinite_total_skips_a_step_whose_gradient_is_finite():
-    """Then training goes on."""
-
-    def loss_fn(params, batch, rng):
-        return jdp.Loss((predict(params, batch) + batch["add"]).sum(), jnp.float32(batch["x"].shape[0]))
-
-    plan, x = plan_of("zero3"), whole_numbers()["x"]
-    state, step = state_of(plan, optax.adamw(0.1)), jdp.make_train_step(loss_fn, plan, check_loss=False, donate=False)
-    after, metrics = step(state, {"x": x, "add": np.where(np.arange(ROWS) == 3, np.inf, 0).astype(np.float32)})
-    assert differing(leaves(state), leaves(after)) == {".skipped"}
-    assert (int(metrics["skipped"]), int(after.consumed)) == (1, 1) and np.isinf(metrics["loss"])
-    after, _ = step(after, {"x": x, "add": np.zeros(ROWS, np.float32)})
-    assert (int(after.step), int(after.skipped)) == (1, 1)
 
 
 # Which partitioning.
