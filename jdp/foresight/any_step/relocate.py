@@ -222,7 +222,7 @@ class Exchange:
         if isinstance(value, Mesh | AbstractMesh):
             return self._mesh(value)
         if isinstance(value, core.ClosedJaxpr):
-            return core.ClosedJaxpr(self(value.jaxpr), value.consts)
+            return core.ClosedJaxpr(self._once(value.jaxpr, self._jaxpr), value.consts)  # jax 0.12: it is its jaxpr
         if isinstance(value, core.Jaxpr):
             return self._once(value, self._jaxpr)
         if type(value) in (tuple, list):
