@@ -1,4 +1,4 @@
-"""`jdp train FILE` reads through `base` and eight packages, one way down, from `cli/train.py`."""
+"""`jdp train FILE` reads through `base` and nine packages, one way down, from `cli/train.py`."""
 
 import ast
 from pathlib import Path
