@@ -19,7 +19,7 @@ def every():
     return module
 
 
-def test_the_readme_has_the_table_of_what_was_measured(every):
+def test_the_readme_has_the_measured_table(every):
     readme = every.README.read_text()
     made = every.table(json.loads(every.RESULTS.read_text()))
     assert every.with_table(readme, made) == readme, "python experiments/benchmarks/all.py --readme"
@@ -31,7 +31,7 @@ def test_every_benchmark_is_run(every):
     assert len(set(every.RUNS)) == len(every.RUNS), "no run twice"
 
 
-def test_a_new_result_takes_the_place_of_the_old_one(every, tmp_path, monkeypatch):
+def test_a_new_result_replaces_the_old(every, tmp_path, monkeypatch):
     monkeypatch.setattr(every, "RESULTS", tmp_path / "results.json")
 
     def entry(name, result, **machine):

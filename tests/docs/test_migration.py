@@ -15,7 +15,7 @@ LOOPS = [(name.removesuffix(" before"), page) for page in BLOCKS for name in BLO
 
 
 @pytest.mark.parametrize(("loop", "page"), LOOPS)
-def test_a_loop_and_its_counterpart_end_with_the_same_loss(loop, page):
+def test_both_loops_end_with_the_same_loss(loop, page):
     names, blocks = {}, BLOCKS[page]
     exec(compile(blocks[""], page, "exec"), names)
     with warnings.catch_warnings():

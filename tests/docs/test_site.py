@@ -40,7 +40,7 @@ def test_every_link_of_the_site_leads_somewhere(site):
 
 
 @pytest.mark.rest
-def test_every_page_is_in_the_contents_and_its_code_in_blocks(site):
+def test_every_page_is_in_the_contents(site):
     """A guide has its own line there, not that of its section; a fence that is shown is a block that is none."""
     contents = (site / "index.html").read_text().partition("md-nav--primary")[2].partition("md-sidebar--secondary")[0]
     entry = re.compile(r'<a href="([^"]+)" class="md-nav__link.*?md-ellipsis">\s*(.*?)\s*<', flags=re.S)
@@ -95,7 +95,7 @@ def test_the_reference_has_every_public_name(site):
 
 @pytest.mark.rest
 @pytest.mark.skipif(find_chromium() is None, reason=MISSING)
-def test_pages_open_without_errors_and_load_nothing_from_elsewhere(site):
+def test_pages_open_without_errors_or_foreign_files(site):
     with Chromium() as browser:
         for page in ("index", "jdp/core/index", "jdp/guard/errors", "reference/step", "experiments/lessons/index"):
             browser.open(site / f"{page}.html")

@@ -124,7 +124,7 @@ def long_rows(count):
 @pytest.mark.rest
 @pytest.mark.aot
 @pytest.mark.parametrize(("strategy", "axes"), [("ddp", {"data": 8}), ("zero2", {"replica": 2, "data": 4})])
-def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sent_stays(strategy, axes):
+def test_microbatches_reduce_layers_one_by_one(strategy, axes):
     plan = jdp.Plan(jdp.make_mesh(devices=target("h100:1x8").devices, **axes), strategy, min_shard_size=64)
     init = partial(init_layers, layers=6, width=512, hidden=1024)
     state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
@@ -147,7 +147,7 @@ def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sen
 @pytest.mark.aot
 @pytest.mark.parametrize(("unrolled", "replica"), [(True, 1), (False, 1), (True, 2)])
 @pytest.mark.default_ids("True-2")
-def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced(unrolled, replica, monkeypatch):
+def test_products_overlap_gathers_and_reductions(unrolled, replica, monkeypatch):
     monkeypatch.setattr(layers._Body, "unrolls", unrolled)
     devices = target("h100:1x8").devices
     plan = jdp.Plan(jdp.make_mesh(devices=devices, replica=replica, data=-1), "zero3")
@@ -190,7 +190,7 @@ def test_short_layers_share_their_collectives(devices, axes, tokens, by_layer):
 
 
 @pytest.mark.rest
-def test_under_vmap_a_gradient_is_summed_over_rows_before_it_is_sent():
+def test_under_vmap_gradients_are_summed_before_sending():
     after, traced = run("by row", by_row_loss, "zero3")
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), after, on_one_device("by row", None))
     sent = [eqn.invars[0].aval.size for eqn in every_eqn(traced) if eqn.primitive.name == "reduce_scatter"]
@@ -235,7 +235,7 @@ def trained(strategy, devices, **settings):
 
 @pytest.mark.parametrize(("partitioning", "accumulate"), [("auto", 1), ("manual", 4)])
 @pytest.mark.default_ids("manual-4")
-def test_a_list_of_layers_trains_as_on_one_device(partitioning, accumulate):
+def test_a_list_of_layers_equals_one_device(partitioning, accumulate):
     one = trained("ddp", jax.devices()[:1])
     several = trained("zero3", jax.devices()[:4], partitioning=partitioning, accumulate=accumulate)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), several, one)

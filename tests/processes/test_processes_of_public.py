@@ -5,7 +5,7 @@ import textwrap
 from own_process import python
 
 
-def test_the_modules_that_the_readme_reaches_through_the_package_are_there():
+def test_modules_are_reached_through_the_package():
     program = "import jdp; jdp.export.export_safetensors, jdp.export.import_safetensors"
     result = python("-W", "error", "-c", program)
     assert result.returncode == 0, result.stderr
@@ -15,7 +15,7 @@ OPTIONAL = ("jax_cuda13_plugin", "jax_plugins", "nvidia", "libtpu", "pytest", "r
 FOR_THE_COMMAND_ONLY = ("tyro", "matplotlib", "tensorboardX", "pydantic")
 
 
-def test_importing_starts_no_backend_and_takes_no_optional_dependency():
+def test_importing_starts_no_backend_nor_optional_dependency():
     """With the optional packages hidden it works all the same, and the heavier ones of the command line stay out."""
     program = f"""
         import sys

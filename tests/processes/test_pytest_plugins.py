@@ -49,7 +49,7 @@ def pytest_on(folder, name, **environment):
 
 
 @pytest.mark.parametrize("name", ["test_inside.py", "test_whole.py", "test_marked.py"])
-def test_a_skip_for_a_missing_package_fails_in_ci(tmp_path, name):
+def test_skips_for_missing_packages_fail_in_ci(tmp_path, name):
     result = pytest_on(tmp_path, name, JDP_CI="1")
     assert result.returncode != 0
     assert "no_such_package" in result.stdout
@@ -68,7 +68,7 @@ def test_other_skips_and_expected_failures_stay(tmp_path):
     assert "1 skipped, 1 xfailed" in result.stdout
 
 
-def test_the_package_is_named_with_the_command_that_installs_it():
+def test_a_missing_package_is_named_with_its_command():
     text = skips.refusal("could not import 'pyarrow.parquet': No module named 'pyarrow'")
     assert text is not None
     assert "pyarrow.parquet cannot be imported: pip install pyarrow, or the extra it belongs to" in text
@@ -102,13 +102,13 @@ def test_a_commit_runs_the_tests_of_its_tenth(tmp_path):
     assert ran == {name for name in NAMES if tenth.tenth_with(name) == int("c0ffee", 16) % 10} != set()
 
 
-def test_ten_tenths_are_all_tests_and_no_other_process_parts_them_otherwise():
+def test_ten_tenths_are_all_tests():
     """crc32 is the same on every machine, where Python's own hash of a text is another in every process."""
     assert tenth.tenth_with(NAMES[0]) == 1
     assert {tenth.tenth_with(name) for name in NAMES} == {tenth.tenth_of(f"{number:x}") for number in range(90, 100)}
 
 
-def test_time_that_is_over_skips_in_words_and_a_failure_before_fails(tmp_path):
+def test_skips_after_the_time_say_so(tmp_path):
     over = pytest_with(tmp_path, "--within", "0")
     assert over.returncode == 0
     assert "41 skipped" in over.stdout

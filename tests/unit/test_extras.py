@@ -15,7 +15,7 @@ TESTED = ("aot", "chat", "docs", "gcs", "hf", "mpi", "s3", "wandb")
 
 
 @pytest.mark.parametrize("extra", TESTED)
-def test_an_extra_has_bounds_that_the_tests_run_in(extra):
+def test_extras_have_tested_bounds(extra):
     for requirement in map(Requirement, EXTRAS[extra]):
         if requirement.name == "jax" or (requirement.marker and not requirement.marker.evaluate()):
             continue
@@ -33,7 +33,7 @@ def test_the_extra_of_the_tests_has_them():
     assert own.extras == {*TESTED}
 
 
-def test_every_extra_that_jdp_names_is_there_and_the_index_of_guides_says_what_it_brings():
+def test_named_extras_exist_and_are_explained():
     texts = [path.read_text() for path in (ROOT / "jdp").rglob("*.py")]
     named = {name for text in texts for name in re.findall(r"jdp\[([a-z0-9]+)\]|pip install '\.\[([a-z0-9]+)\]'", text)}
     assert {one or other for one, other in named} <= EXTRAS.keys()
@@ -41,6 +41,6 @@ def test_every_extra_that_jdp_names_is_there_and_the_index_of_guides_says_what_i
     assert {extra for row in rows for extra in re.findall(r"\w+", row)} >= EXTRAS.keys(), "jdp/README.md"
 
 
-def test_no_module_of_jdp_imports_a_package_for_kubernetes_or_mpi():
+def test_no_module_imports_kubernetes_or_mpi():
     for path in (ROOT / "jdp").rglob("*.py"):
         assert not re.search(r"^\s*(?:import|from) (?:kubernetes|mpi4py)\b", path.read_text(), re.M), path

@@ -31,7 +31,7 @@ def test_every_promise_has_a_default_test(collected):
     assert [promise for promise, name in names.items() if name in files and PROMISES[promise] not in default] == []
 
 
-def test_a_file_without_a_default_test_says_so_for_all_of_them(collected):
+def test_files_without_default_tests_say_so(collected):
     """By a `pytestmark`, with the reason above it."""
     default = {item.path for item in collected if markers.is_default(item)}
     marked = {item.path for item in collected if not markers.is_default(item.getparent(pytest.Module))}

@@ -58,7 +58,7 @@ def cycle(graph):
     return []
 
 
-def test_every_package_and_file_has_a_place_in_the_order():
+def test_packages_and_files_are_in_order():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert sorted(folders) == sorted(ORDER)
     files = {path.stem for path in PACKAGE.glob("*.py")}

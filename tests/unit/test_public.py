@@ -70,7 +70,7 @@ def test_initialize_needs_no_argument():
     assert all(p.default is not p.empty for p in inspect.signature(jdp.initialize).parameters.values())
 
 
-def test_a_loss_is_a_total_a_weight_and_metrics():
+def test_a_loss_has_total_weight_and_metrics():
     assert list(inspect.signature(jdp.Loss).parameters) == ["total", "weight", "metrics"]
     loss = jdp.Loss(jnp.ones(()), jnp.ones(()))
     assert loss.metrics == {}
@@ -103,7 +103,7 @@ def test_records_have_the_promised_fields():
     assert {"step", "params", "opt_state", "model_state", "rng"} <= set(fields(jdp.TrainState))
 
 
-def test_a_step_is_lowered_and_compiled_like_a_jitted_function():
+def test_steps_lower_and_compile_like_jit():
     assert list(inspect.signature(jdp.Step.lower).parameters) == ["self", "state", "batch"]
     assert list(inspect.signature(jdp.Step.compile).parameters) == ["self", "state", "batch", "compiler_options"]
     assert list(inspect.signature(jdp.Step.__call__).parameters) == ["self", "state", "batch"]
@@ -130,6 +130,6 @@ def test_type_checkers_see_the_names_that_there_are():
     assert seen == {name: f"{one.__module__}.{name}" for name, one in there.items() if name not in modules} | modules
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
+def test_a_missing_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'Plans'"):
         jdp.Plans  # noqa: B018

@@ -35,7 +35,7 @@ def test_statistics_are_small_and_many():
     assert synchronised - local == pytest.approx(2 * 7 / 8 * 4 * 4 * sum(lesson.CHANNELS))
 
 
-def test_a_devices_own_variance_leaves_out_what_devices_differ_in():
+def test_devices_own_variance_is_less_than_the_total():
     """The law of total variance: the mean of the devices' variances is less than the variance of all rows, while the
     mean of their means is the mean. The running average has a tenth of both after a step; float32 sums: 1e-5."""
     averages = one_step()[1]

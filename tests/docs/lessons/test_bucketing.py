@@ -26,7 +26,7 @@ def test_buckets_are_filled_from_the_last_layer(limit, expected):
     assert lesson.fill_buckets(SIZES, limit) == expected
 
 
-def test_every_way_sums_the_same_gradient_in_as_many_collectives_as_buckets():
+def test_buckets_decide_the_number_of_collectives():
     mesh = jdp.make_mesh(devices=jax.devices()[:4], data=4)
     random, shapes = np.random.default_rng(0), {"kernel": (8, 8), "bias": (8,)}
     params = {f"{i}/{k}": jnp.asarray(random.normal(size=shapes[k]), "f") for i in range(3) for k in shapes}
@@ -42,12 +42,12 @@ def test_every_way_sums_the_same_gradient_in_as_many_collectives_as_buckets():
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), run(params, x), right)
 
 
-def test_the_fit_finds_what_the_times_were_made_of():
+def test_the_fit_recovers_latency_and_bandwidth():
     alpha, beta = lesson.fit([(size, 3e-4 + size / 8e8) for size in lesson.SIZES])
     assert (alpha, beta) == (pytest.approx(3e-4), pytest.approx(8e8))
 
 
-def test_the_best_number_of_buckets_on_a_slow_network_is_the_root_of_backward_over_alpha():
+def test_the_best_number_of_buckets_is_the_root():
     def seconds(n):
         return lesson.simulate([1_000_000 // n] * n, backward=0.016, alpha=0.001, beta=2e7)
 

@@ -15,7 +15,7 @@ PSI = 2 * 32 * 32
 
 
 @pytest.mark.parametrize("rows", [2, 8])
-def test_flops_grow_with_rows_a_device_and_bytes_do_not(rows):
+def test_only_flops_grow_with_rows_per_device(rows):
     found = lesson.measure(rows, rounds=1, **SMALL)
     # The first of two layers needs no gradient of its input: 5/6 of the products. The rest is tanh and its derivative.
     assert 5 * PSI * rows <= found["FLOPs"] < 5.5 * PSI * rows
@@ -63,7 +63,7 @@ def test_each_roof_has_its_rows():
 
 
 @pytest.mark.aot
-def test_more_rows_lower_the_ratio_foreseen_for_gpus_and_only_the_computing_changes():
+def test_more_rows_lower_the_predicted_ratio():
     few, many = (lesson.foreseen(rows, "h100:1x8", **SMALL) for rows in (8, 4096))
     assert few[3] == pytest.approx(many[3]) and few[-1] > many[-1] and math.isfinite(few[-1])
 

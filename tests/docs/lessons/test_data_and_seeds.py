@@ -44,7 +44,7 @@ def test_masks_by_key():
     assert same == {"by global row"}
 
 
-def test_dropout_of_jdp_is_the_same_on_any_mesh():
+def test_dropout_is_the_same_on_any_mesh():
     one, eight = lesson.learnt_by_jdp(1), lesson.learnt_by_jdp(8)
     assert np.ptp(one) > 0.01
     np.testing.assert_allclose(one, eight, atol=1e-5)  # float32 sums of 40 rows in another order

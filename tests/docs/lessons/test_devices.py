@@ -11,7 +11,7 @@ from load import LESSONS, load
 PROGRAM = "from devices import use_eight_devices; use_eight_devices(); import jax; print(jax.device_count())"
 
 
-def test_a_lesson_has_eight_devices_without_any_environment_variable():
+def test_a_lesson_has_eight_devices_by_itself():
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     if load("devices").visible_gpus(clean):
         pytest.skip("about machines without an NVIDIA driver")

@@ -27,7 +27,7 @@ def test_each_sharding_reduces_its_gradient(way, devices, has, forward, backward
     assert way != "batch" or case.sent == 2 * (devices - 1) / devices * 4 * D * F
 
 
-def test_both_on_one_axis_gathers_the_weight_for_each_pass():
+def test_both_on_one_axis_gathers_each_pass():
     case = lesson.count("both, one axis", jax.devices(), B, D, F)
     assert case.has == [(B // 8, D), (D // 8, F)]
     assert case.forward == {"all-gather": 4 * D * F}

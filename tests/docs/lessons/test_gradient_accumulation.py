@@ -17,7 +17,7 @@ def mesh():
 
 
 @pytest.mark.parametrize(("way", "sent"), [("once", 2 * D), ("each", 4 * 2 * D), ("scattered", 4 * D + D)])
-def test_each_way_sends_its_formula_and_makes_the_gradient(mesh, way, sent):
+def test_each_way_sends_its_formula(mesh, way, sent):
     program, given = (
         lesson.by_hand(mesh, way, 4),
         (toy.init(jax.random.key(0), lesson.WIDTHS), toy.make_batch(0, lesson.ROWS)),

@@ -44,7 +44,7 @@ def test_buckets_are_closed_at_their_size(made):
 
 
 @pytest.mark.parametrize(("strategy", "count"), [("ddp", 3), ("zero1", 3), ("zero2", 6), ("zero3", 6)])
-def test_each_collective_waits_for_its_bucket_and_the_one_before(made, strategy, count):
+def test_collectives_wait_for_their_bucket_and_predecessor(made, strategy, count):
     ready, total = made
     filled, pace = lesson.buckets(ready, 65536), 64.0
     syncs = lesson.timeline(strategy, filled, total, 2, pace, DEVICES)

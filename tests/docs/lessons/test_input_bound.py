@@ -15,7 +15,7 @@ def test_readers_keep_the_order(readers):
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_the_lines_and_the_feed_say_where_it_waited(prefetch):
+def test_lines_and_feed_report_the_waiting(prefetch):
     found = lesson.run(jdp.Plan(jdp.make_mesh(data=8)), 1, prefetch, 0.02, steps=3)
     assert 3 * found["all"] >= 3 * 0.02, "a sleep takes at least as long as it says"
     assert 0 < found["waited"] <= found["next(feed)"] * 1.0001  # the feed's clock is inside ours

@@ -13,7 +13,7 @@ def test_questions_in_order():
     assert len({question for _, question, _ in ASKED}) == 31
 
 
-def test_answers_are_at_most_three_sentences_of_thirty_words():
+def test_answers_are_short():
     for number, _, answer in ASKED:
         sentences = re.split(r"(?<=[.?!])\s+", re.sub(r"\]\([^)]*\)", "]", answer).strip())
         assert len(sentences) <= 3, number

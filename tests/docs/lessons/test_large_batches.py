@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("scikit_learn")
 
 
 @pytest.mark.rest
-def test_a_batch_beyond_the_critical_one_saves_no_steps_without_another_rate():
+def test_batches_beyond_the_critical_save_no_steps():
     """SGD with 64 rows: the tuned rate takes as many steps as with 16, within noise; eight times the rate far fewer,
     and the linear rule's sixteen times diverges."""
     (few, many), _ = lesson.sweep("SGD", (16, 64), 1)
@@ -34,7 +34,7 @@ def test_the_fit_returns_the_law_it_is_given():
     assert lesson.fit(lesson.BATCHES, steps) == pytest.approx((30, 50))
 
 
-def test_the_noise_scale_is_that_of_single_examples_gradients():
+def test_the_noise_scale_is_that_of_examples():
     """|G|² and S from norms of eight shards against their definition, over 60 batches of 256 rows: the standard error
     of both is below 4 %."""
     params = lesson.init(0)

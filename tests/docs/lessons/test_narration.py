@@ -80,7 +80,7 @@ def test_every_lesson_keeps_reports_from_its_tables(lesson):
     assert lesson.read_text("utf-8").endswith("    tell(main)\n")
 
 
-def test_what_cannot_be_read_in_a_picture_is_found():
+def test_unreadable_text_of_pictures_is_found():
     figure, (axes, empty) = chart(2, width=14)
     axes.plot([0, 1], [0, 1])
     labels = axes.text(0.5, 0.5, "one label"), axes.text(0.5, 0.51, "another")

@@ -26,7 +26,7 @@ def test_the_library_is_counted_as_a_ring():
     assert (found.steps, found.sent) == (1, lesson.formula("ring", 8, 4 * ELEMENTS))
 
 
-def test_an_array_that_does_not_divide_is_filled_up():
+def test_an_array_that_does_not_divide_is_padded():
     found = lesson.count("ring", 8, 10)  # eight chunks of two
     assert found.sent == 2 * 7 * 2 * 4
     assert found.error < 1e-5
@@ -43,7 +43,7 @@ def test_rounds_are_drawn_as_they_are():
     assert all(row in readme for row in rows)
 
 
-def test_a_parameter_server_is_the_slower_the_more_devices_there_are():
+def test_a_parameter_server_slows_with_devices():
     times = [lesson.seconds("server", n, 4e6, 5e-6, 1e11) for n in (8, 16)]
     assert times == pytest.approx([2 * 5e-6 + 2 * n * 4e6 / 1e11 for n in (8, 16)])
     assert lesson.formula("server", 8, 4e6) == 4e6 < lesson.formula("ring", 8, 4e6), "a device sends less to a server"
@@ -64,7 +64,7 @@ def test_a_bad_option_is_one_error(capsys):
 
 
 @pytest.mark.parametrize("given", ["FOLDER", "FOLDER/a.png", "FOLDER/file/a.svg"])
-def test_a_picture_that_cannot_be_written_is_said_before_the_work(given, tmp_path, capsys):
+def test_an_unwritable_picture_is_reported_first(given, tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as left:
         lesson.main(["--picture", given.replace("FOLDER", str(tmp_path))])

@@ -12,7 +12,7 @@ from jdp.foresight.program.collectives import collectives, traffic
 lesson, planned = load("scaling"), load("planned")
 
 
-def test_amdahl_and_gustafson_find_what_the_numbers_were_made_of():
+def test_amdahl_and_gustafson_recover_the_fractions():
     counts = [1, 2, 4, 8]
     assert lesson.amdahl(counts, [0.3 + 0.7 / n for n in counts]) == (pytest.approx(0.3), pytest.approx(0.7))
     assert lesson.gustafson(counts, [n - 0.2 * (n - 1) for n in counts]) == pytest.approx(0.2)
@@ -26,7 +26,7 @@ def test_the_claim_about_175b_does_not_add_up():
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_every_device_sends_the_whole_gradient_however_many_share_the_rows(devices: int):
+def test_every_device_sends_the_whole_gradient(devices: int):
     step, state, batch = lesson.prepared(jax.devices()[:devices], 8 // devices, width=16)
     assert batch["x"].shape == (8, 16)
     sent = traffic(collectives(step.compile(state, batch).as_text()))
@@ -66,7 +66,7 @@ def test_what_is_said_of_the_recorded_numbers_holds(capsys):
 
 @pytest.mark.rest
 @pytest.mark.aot
-def test_fewer_sequences_a_gpu_scale_worse_and_hold_less(tmp_path, monkeypatch):
+def test_fewer_sequences_scale_worse_and_hold_less(tmp_path, monkeypatch):
     text = points_text('[optimizer]\nname = "sgd"\nlr = 0.1\n[train]\nsteps = 1\nbatch_size = 8\n', hidden=256)
     write_points(tmp_path, text)
     monkeypatch.setattr(planned, "FILES", tmp_path)

@@ -23,7 +23,7 @@ def test_the_broadcast_makes_replicas_equal(mesh):
         np.testing.assert_array_equal(after[7], drawn[0])
 
 
-def test_replicas_stay_equal_with_the_sum_and_part_without_it(mesh):
+def test_replicas_part_without_the_sum(mesh):
     assert lesson.train(mesh, "rows", 4)[1] == [0.0] * 5
     assert lesson.train(mesh, "nothing", 4)[1][-1] > 1e-3  # Adam moves a weight by up to 3e-3 a step
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("scikit_learn")
 
 
 @pytest.mark.parametrize("age", [1, 4])
-def test_the_limit_is_where_a_quadratic_with_old_gradients_stops_converging(age):
+def test_the_limit_is_where_convergence_stops(age):
     """x ← x − rate · x of `age` updates ago; fresh ones converge below a rate of 2."""
 
     def size(rate):
@@ -40,13 +40,13 @@ def test_the_slowest_of_many_is_the_expected_maximum(devices):
     assert lesson.pace("Pareto tail, α = 3", devices, 1) == pytest.approx(0.9 + 0.2 * (largest - 1), rel=0.03)
 
 
-def test_local_steps_hide_a_tail_but_not_a_slow_device():
+def test_local_steps_hide_tails_not_slow_devices():
     tail, slow = ([lesson.pace(name, 64, local) for local in (1, 16, 0)] for name in list(lesson.TIMES)[2:])
     assert tail[0] > 1.5 > 1.3 > tail[1] > 1.1 and tail[2] == pytest.approx(1, abs=0.01)
     assert slow == [2, 2, pytest.approx(64 / 63.5)]
 
 
-def test_the_slow_links_carry_the_weights_once_a_round():
+def test_slow_links_carry_weights_once_a_round():
     """A ring over 4 replicas sends 2 · 3/4 of the float32 parameters for 16 steps."""
     parameters = sum(leaf.size for leaf in lesson.init(0).values())
     assert lesson.slow_bytes("DiLoCo", 16) == 1.5 * 4 * parameters / (16 * lesson.INNER_ROWS)

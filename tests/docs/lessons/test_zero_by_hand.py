@@ -43,7 +43,7 @@ def test_popular_claims_and_what_is_right(found):
     assert [claimed for _, claimed, _ in claims] == [210, 840, 3, 2, 3, 2, 2, 1]
 
 
-def test_what_is_sent_depends_on_the_width_that_it_travels_in():
+def test_bytes_sent_depend_on_the_dtype():
     """zero1 and zero2 send what ddp sends, and zero3 1.5 times that, in one width only."""
     one, two = zip(*(row[1:] for row in popular.sent_by_width()), strict=True)
     assert one == (245, 245, 245, 367.5)

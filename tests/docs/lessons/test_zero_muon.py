@@ -53,13 +53,13 @@ def test_other_strategies_send_what_the_formula_says(mesh, strategy, adamw, naiv
     assert update["naive"] / update["owned"] == pytest.approx(devices_that_compute_each_matrix, rel=0.15)  # elementwise
 
 
-def test_a_shards_update_is_not_a_shard_of_the_update():
+def test_a_shards_update_is_not_the_updates_shard():
     assert lesson.error_of_shards(jnp.sign, 8) == 0
     assert lesson.error_of_shards(lesson.newton_schulz, 2) > 0.5
 
 
 @pytest.mark.parametrize(("matrices", "padded"), [(2, 8), (12, 16)])
-def test_stacks_are_padded_to_a_multiple_of_the_devices(mesh, matrices, padded):
+def test_stacks_are_padded_to_the_devices(mesh, matrices, padded):
     assert lesson.sent_by_owners(mesh, matrices) == pytest.approx(2 * D / N * padded / N)
     x = jax.random.normal(jax.random.key(0), (matrices, 16, 16))
     owned = jax.jit(jax.shard_map(lesson.owned, mesh=mesh, in_specs=lesson.SHARDS, out_specs=lesson.SHARDS))

@@ -38,7 +38,7 @@ def measured(**environment: str) -> list[int]:
 
 
 @pytest.mark.skipif(not GLIBC, reason="the C library is not glibc")
-def test_memory_that_was_freed_is_used_again_without_a_page_fault():
+def test_freed_memory_is_reused_without_page_faults():
     imported, said, grown, faults = measured()
     assert (imported, said) == (0, 1)
     assert grown < 4 * 2**20  # addresses are reserved, not memory

@@ -32,7 +32,7 @@ def pool(code, **variables):
 
 
 @pytest.mark.skipif(machine.cores() > 16, reason="the pool has a thread for each core")
-def test_each_cpu_device_has_two_threads_before_jax_starts():
+def test_each_cpu_device_has_two_threads():
     assert pool("jax.config.update('jax_num_cpu_devices', 8); jdp.make_mesh()") == (16, "")
     flag = "--xla_force_host_platform_device_count=6"
     assert pool("jdp.initialize(); jax.devices()", XLA_FLAGS=flag, NPROC="20") == (20, "")

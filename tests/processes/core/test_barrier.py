@@ -56,7 +56,7 @@ def together(tmp_path, capfd):
     return run
 
 
-def test_two_processes_meet_and_name_who_does_not_come(together):
+def test_barriers_name_who_does_not_come(together):
     out = together(PROGRAM)
     for rank in (0, 1):
         assert re.findall(rf"^\[{rank}\] heard (.*)$", out, re.MULTILINE) == ["7 from 0", "True"]
@@ -99,7 +99,7 @@ print("came to the end", flush=True)
 
 
 @pytest.mark.rest
-def test_a_process_that_left_barriers_by_an_exception_ends_normally(together):
+def test_leaving_barriers_by_exception_ends_normally(together):
     """Threads that wait on in C++ must not come back while Python ends: that aborts the process (134)."""
     assert together(LEAVING).count("came to the end") == 2
 

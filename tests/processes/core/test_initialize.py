@@ -35,7 +35,7 @@ def test_alone_nothing_happens(joining):
     assert joining == {}
 
 
-def test_a_local_coordinator_listens_on_loopback_only_and_goes_round_proxies(joining):
+def test_a_local_coordinator_listens_on_loopback_only(joining):
     initialize("127.0.0.1:5", 2, 1, timeout_seconds=7)
     assert joining["coordinator_bind_address"] == "127.0.0.1:5"
     assert joining["roll"] == (initializing.RollCall("127.0.0.1:5", 1, 2), 7)
@@ -51,14 +51,14 @@ def test_another_hosts_coordinator_listens_where_jax_says(address, joining):
     assert os.environ["no_grpc_proxy"] == address[:-2].strip("[]")  # noqa: SIM112
 
 
-def test_mutual_tls_that_this_jax_would_ignore_is_refused(joining, monkeypatch):
+def test_ignored_mutual_tls_is_refused(joining, monkeypatch):
     monkeypatch.setenv("JAX_MTLS_CERT_FILE", "cert.pem")
     with pytest.raises(ValueError, match=r"needs JAX 0\.12; given JAX_MTLS_CERT_FILE, which JAX .* ignores"):
         initialize("127.0.0.1:5", 2, 1)
     assert joining == {}
 
 
-def test_jax_works_out_the_clusters_that_only_it_can(joining, monkeypatch):
+def test_jax_detects_its_own_clusters(joining, monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "gpu007:5")
     initialize()
     assert joining and "coordinator_address" not in joining and "cluster_detection_method" not in joining
@@ -75,7 +75,7 @@ def test_failing_to_join_is_never_swallowed(joining, monkeypatch):
         initialize("127.0.0.1:1", 2, 0)
 
 
-def test_joining_twice_does_nothing_and_joining_another_is_refused(joining, monkeypatch):
+def test_joining_another_cluster_is_refused(joining, monkeypatch):
     monkeypatch.setattr(initializing, "joined_as", lambda: (1, 2))
     initialize("127.0.0.1:1", 2, 1)
     assert joining == {}
@@ -124,7 +124,7 @@ time.sleep(1.5 * jax.process_index())
 
 
 @pytest.mark.rest
-def test_a_failure_does_not_wait_in_the_exit_barrier(together):
+def test_failures_skip_the_exit_barrier(together):
     code, out, err = together(
         JOIN
         + """

@@ -43,7 +43,7 @@ needs_no_driver = pytest.mark.skipif(targets._has_driver(), reason="about machin
 
 @needs_no_driver
 @pytest.mark.parametrize("first", ["pass", "jax.devices()"], ids=["alone", "after the plugin failed"])
-def test_without_jax_platforms_a_target_works_and_nothing_is_left_changed(first):
+def test_without_jax_platforms_a_target_works(first):
     code = f"""
 import os, jax
 from jdp.foresight.targets.resolve import target

@@ -29,7 +29,7 @@ with jdp.Deadline(1, 60) as deadline:
 """
 
 
-def test_a_users_own_loop_that_hangs_outside_of_python_ends_with_75(tmp_path):
+def test_a_loop_that_hangs_ends_with_75(tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     done = python(tmp_path / "hangs.py", timeout=60)
     assert done.returncode == 75, done.stderr

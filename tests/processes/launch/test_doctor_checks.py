@@ -72,7 +72,7 @@ def test_versions_that_do_not_match(name, version, found, mend, tmp_path, monkey
 # What is printed.
 
 
-def test_what_is_not_ok_is_told_once_with_its_processes():
+def test_each_problem_is_reported_once_with_processes():
     fine, bad, note = Finding("a", "ok", "1"), Finding("a", "wrong", "2", "mend it"), Finding("b", "note", "3", "look")
     examined = Examined(
         {0: [fine, note], 1: [bad], 2: [Finding("a", "wrong", "4", "mend it")]}, {0: "n0", 1: "n1", 2: "n1"}

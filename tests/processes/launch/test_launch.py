@@ -66,7 +66,7 @@ def wait_for(name):
 WRITE_PID = "open(f'{sys.argv[1]}/pid.{rank}', 'w').write(f'{os.getpid()}\\n')\n"
 
 
-def test_each_line_bears_its_process_and_stays_in_the_order_written(tmp_path, capfd):
+def test_lines_bear_their_process_in_order(tmp_path, capfd):
     text = """
 for i in range(20):
     print("out", i)
@@ -140,7 +140,7 @@ def test_gpus_are_dealt_out(tmp_path, capfd, monkeypatch):
         launch(command, 2, devices_per_process=3, environment=environment)
 
 
-def test_a_cuda_plugin_without_a_gpu_is_not_started_in_the_processes(tmp_path, monkeypatch, capfd):
+def test_a_cuda_plugin_without_gpus_stays_off(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(machine, "has_nvidia", lambda: False)
     monkeypatch.setattr(machine, "find_spec", lambda name: name == "jax_cuda13_plugin" or None)
     environment = {name: value for name, value in no_gpus().items() if name != "JAX_PLATFORMS"}
@@ -148,7 +148,7 @@ def test_a_cuda_plugin_without_a_gpu_is_not_started_in_the_processes(tmp_path, m
     assert capfd.readouterr().out == "[0] cpu\n"
 
 
-def test_the_first_failure_ends_all_and_is_reported_with_its_last_words(tmp_path, capfd):
+def test_the_first_failure_ends_all_processes(tmp_path, capfd):
     text = WAIT + WRITE_PID + "if rank == 1: wait_for('pid.0'); raise RuntimeError('the cause')\nwait_for('nothing')"
     assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 1
     report = capfd.readouterr().err
@@ -158,7 +158,7 @@ def test_the_first_failure_ends_all_and_is_reported_with_its_last_words(tmp_path
     assert gone(pids_written(tmp_path, 2))
 
 
-def test_an_abort_is_not_the_cause_when_its_peer_fails_too(tmp_path, capfd):
+def test_aborts_are_no_cause_beside_failures(tmp_path, capfd):
     text = (
         WAIT
         + WRITE_PID
@@ -176,7 +176,7 @@ except ProcessLookupError:  # the launcher has seen its end
     assert "process 1 of 2 ended with exit code 7" in capfd.readouterr().err
 
 
-def test_an_abort_alone_is_reported_as_what_it_is(tmp_path, capfd, monkeypatch):
+def test_an_abort_alone_is_reported(tmp_path, capfd, monkeypatch):
     """The other one is up and waits: were it still starting, what ends it could be its own error."""
     monkeypatch.setattr(processes, "SETTLE_SECONDS", 0.2)
     text = WAIT + WRITE_PID + "if rank == 0: wait_for('pid.1'); os.abort()\ntime.sleep(60)"
@@ -186,7 +186,7 @@ def test_an_abort_alone_is_reported_as_what_it_is(tmp_path, capfd, monkeypatch):
     assert "no process failed in another way; process 1 had not ended, and may hang)" in report
 
 
-def test_a_process_that_will_not_end_after_anothers_failure_is_killed(tmp_path, capfd, monkeypatch):
+def test_a_process_that_will_not_end_is_killed(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.5)
     text = "signal.signal(signal.SIGTERM, lambda *_: print('no'))\n" + WAIT + WRITE_PID
     text += "if rank == 1: wait_for('pid.0'); sys.exit(3)\nwhile True: time.sleep(1)"
@@ -214,7 +214,7 @@ def start_launcher(tmp_path, text, grace=20):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on_once_and_the_processes_end_as_they_choose(tmp_path, number):
+def test_signals_are_passed_on_once(tmp_path, number):
     text = """
 got = []
 signal.signal(signal.SIGINT, lambda number, _: got.append(number))
@@ -237,7 +237,7 @@ sys.exit(75)
 
 
 @pytest.mark.parametrize("second", [False, True])
-def test_processes_are_killed_after_the_grace_period_or_a_second_signal(tmp_path, second):
+def test_the_grace_period_ends_in_a_kill(tmp_path, second):
     text = "signal.signal(signal.SIGINT, lambda *_: print('not yet'))\n" + WRITE_PID + "while True: time.sleep(1)"
     with start_launcher(tmp_path, text, grace=20 if second else 0.5) as launcher:
         pids = pids_written(tmp_path, 2)
@@ -300,7 +300,7 @@ NOT_THERE = {
 
 
 @pytest.mark.parametrize(("command", "words"), NOT_THERE.values(), ids=NOT_THERE)
-def test_what_is_not_there_is_said_once_and_in_words(command, words, capfd):
+def test_missing_things_are_named_once(command, words, capfd):
     assert cli.main(["launch", "-n", "2", "--", *command]) == 2
     shown = capfd.readouterr()
     assert shown.err.startswith("error: ") and words in shown.err and shown.err.count("\n") == 1

@@ -78,7 +78,7 @@ def written(folder, who):
 
 
 @pytest.mark.rest
-def test_two_kills_in_one_run_cost_nothing_but_time(folder, undisturbed, capfd, monkeypatch):
+def test_two_kills_cost_only_time(folder, undisturbed, capfd, monkeypatch):
     """Worker, then process 0. The launcher looks every 0.05 s whether a process has ended."""
     noticed: list[float] = []
     real = supervisor.report
@@ -123,7 +123,7 @@ for step in range(4):
 """
 
 
-def test_a_process_that_leaves_in_the_middle_is_named(tmp_path, capfd):
+def test_a_leaving_process_is_named(tmp_path, capfd):
     """With 0, and without a word: to a supervisor it looks like success, until the others miss it.
 
     `tests/processes/core/test_initialize.py` has scripts of one's own that raise, leave a loop early, and end well.
@@ -161,7 +161,7 @@ MISMATCHES = {
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("program", "words"), MISMATCHES.values(), ids=MISMATCHES)
-def test_processes_that_were_not_started_alike_say_so_and_leave(program, words, folder, tmp_path, capfd):
+def test_processes_started_differently_say_so(program, words, folder, tmp_path, capfd):
     """Measured on loaded cores: 3 to 9 s from the start of the launcher, 25 s once; most of it is importing JAX."""
     (tmp_path / "program.py").write_text(JOIN + program)
     command = [sys.executable, str(tmp_path / "program.py"), str(folder / "points.toml")]

@@ -80,7 +80,7 @@ sys.stdout.write(f"{rank} joined again, {restarts}\\n")
 
 
 @pytest.mark.rest
-def test_a_node_that_starts_again_first_waits_for_the_old_coordinator_to_go(start):
+def test_restarted_nodes_await_the_old_coordinators_end(start):
     nodes = [start(rank, FAST, "--max-restarts=1") for rank in (0, 1)]
     for rank, node in enumerate(nodes):
         out, err = ends(node, 0)
@@ -92,14 +92,14 @@ EARLY += "sys.stdout.write(f'{rank} joined, {restarts}\\n')"
 
 
 @pytest.mark.rest
-def test_a_failure_before_all_have_joined_is_not_counted(start):
+def test_failures_before_joining_are_not_counted(start):
     nodes = [start(rank, EARLY, "--max-restarts=1") for rank in (0, 1)]
     (one, said), (two, told) = (ends(node, 0) for node in nodes)
     assert "[0] 0 joined, 0\n" in one and "[1] 1 joined, 0\n" in two and "failed" not in said
     assert "it failed before all processes had joined: started again, which is not counted" in told
 
 
-def test_a_node_that_stays_away_is_named_and_the_others_end_to_be_tried_again(start):
+def test_an_absent_node_is_named(start):
     out, err = ends(start(0, JOIN.replace("60", "2"), "--max-restarts=3", processes=2), 75)
     assert "2 of 4 processes are here: processes 2 and 3 did not come to 127.0.0.1:" in out
     assert "restart" not in err and "not counted" not in err
@@ -110,7 +110,7 @@ LEFT = JOIN + "time.sleep(3); os._exit(70 if rank == {} else 0)"
 
 @pytest.mark.rest
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_node_whose_processes_ended_well_says_so_to_one_that_starts_again(left, start):
+def test_a_finished_node_tells_restarted_ones(left, start):
     nodes = [start(rank, LEFT.format(1 - left), "--max-restarts=3") for rank in (0, 1)]
     ends(nodes[left], 0)
     out, err = ends(nodes[1 - left], 78)
@@ -118,7 +118,7 @@ def test_a_node_whose_processes_ended_well_says_so_to_one_that_starts_again(left
     assert err.count("jdp launch: restart ") == 1
 
 
-def test_ctrl_c_on_one_machine_is_passed_on_and_nothing_starts_again_there(start, tmp_path):
+def test_ctrl_c_ends_a_machine_for_good(start, tmp_path):
     node = start(1, "signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); mark('up'); time.sleep(60)")
     end = time.monotonic() + 60
     while not (tmp_path / "up").exists() and time.monotonic() < end:

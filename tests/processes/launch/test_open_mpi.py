@@ -49,7 +49,7 @@ def test_two_ranks_train_one_run(tmp_path):
 
 
 @pytest.mark.parametrize("version", MPIRUNS)
-def test_two_ranks_join_on_loopback_and_one_that_fails_ends_the_other(version, tmp_path):
+def test_two_ranks_join_and_end_together(version, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     code, printed = ranks(version, "program.py", folder=tmp_path)
     assert code == FAILED and "KeyError: 'the cause'" in printed, printed

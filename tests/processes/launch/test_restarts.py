@@ -69,21 +69,21 @@ def test_a_crash_loop_stops_with_its_cause(tmp_path, capfd):
     assert "ended with exit code 75. Its last output:" in err
 
 
-def test_the_step_of_a_restart_is_that_of_the_process_that_is_behind(tmp_path, capfd):
+def test_restarts_count_the_process_behind(tmp_path, capfd):
     """As its part of a copy in memory may be missing; and a process does not go back to an older one in storage."""
     text = NOTE + "note_progress(20 + 2 * rank); note_progress(10); time.sleep(1); sys.exit(70 * (restarts == 0))"
     assert run(tmp_path, text, max_restarts=1) == 0
     assert "jdp launch: restart 1 of 1, from step 20\n" in capfd.readouterr().err
 
 
-def test_a_program_that_tells_nothing_is_in_a_crash_loop_only_if_it_should_have(tmp_path):
+def test_silent_programs_are_no_crash_loop(tmp_path):
     told = Restarts(9, True, tmp_path)
     assert [told.another(70) for _ in range(3)] == [True, True, False]
     silent = Restarts(9, False, tmp_path)
     assert [silent.another(70) for _ in range(10)] == [True] * 9 + [False]
 
 
-def test_a_signal_ends_all_and_nothing_is_started_again(tmp_path, capfd):
+def test_a_signal_ends_all_for_good(tmp_path, capfd):
     text = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 open(f"{sys.argv[1]}/{rank}", "w").close()
@@ -95,13 +95,13 @@ time.sleep(60)
     assert "restart" not in capfd.readouterr().err
 
 
-def test_who_saved_and_left_does_not_cut_the_others_short(tmp_path, capfd):
+def test_early_savers_let_the_others_save(tmp_path, capfd):
     """One that was preempted: the others are stopping at the same step, and may have more to write."""
     assert run(tmp_path, "time.sleep(1.5 * rank); print('saved'); sys.exit(75)") == 75
     assert capfd.readouterr().out.count("saved") == 2
 
 
-def test_each_process_has_a_log_and_a_start_begins_a_new_one(tmp_path, capfd):
+def test_each_process_and_start_has_a_log(tmp_path, capfd):
     logs = tmp_path / "logs"
     text = "print('out', restarts, flush=True); os.write(2, b'err, and no newline')\n"
     text += "sys.exit(70 * (restarts < 11 and rank == 0))"
@@ -113,7 +113,7 @@ def test_each_process_has_a_log_and_a_start_begins_a_new_one(tmp_path, capfd):
     assert before.startswith("out 10\n") and before.endswith("process 0 ended with exit code 70\n")
 
 
-def test_a_log_that_cannot_be_written_is_done_without(tmp_path, capfd):
+def test_unwritable_logs_are_done_without(tmp_path, capfd):
     (tmp_path / "file").write_text("")
     assert run(tmp_path, "print('ran')", log_dir=tmp_path / "file" / "logs") == 0
     out, err = capfd.readouterr()

@@ -75,7 +75,7 @@ def test_two_nodes_train_as_one(cluster, undisturbed):
     assert "0: whole: 7,984 parameters, ddp on data=2 cpu devices" in log
 
 
-def test_a_preempted_job_and_one_that_lost_a_node_go_on_exactly(cluster, undisturbed):
+def test_preempted_and_broken_jobs_resume_exactly(cluster, undisturbed):
     """SIGTERM as `--signal=TERM@300` sends it, then a node without power (fault 19).
 
     On an idle machine the lost node is noticed after 5 to 10 s (SlurmdTimeout, 300 s by default), and the job runs

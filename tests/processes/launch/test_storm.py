@@ -67,7 +67,7 @@ def repeated(events):
     return before - events[begin]["step"]
 
 
-def test_a_run_comes_through_a_storm_bit_for_bit(tmp_path):
+def test_a_storm_leaves_the_run_bit_for_bit(tmp_path):
     draw, sent, cache = random.Random(20261125), 0, tmp_path / "cache"
     folder, calm = tmp_path / "storm", tmp_path / "calm"
     folder.mkdir(), calm.mkdir()

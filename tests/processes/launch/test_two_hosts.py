@@ -74,7 +74,7 @@ def wait_for(condition, processes):
         time.sleep(0.02)
 
 
-def test_a_cut_link_ends_both_with_the_reason_and_the_run_goes_on_exactly(start, end, tmp_path):
+def test_a_cut_link_ends_both_with_reasons(start, end, tmp_path):
     """Fault 20. Neither side hears of the cut.
 
     The deadline's thread ends both as the other one is silent, 20 s and more after the cut; JAX' heartbeats, which name
@@ -110,7 +110,7 @@ def test_a_cut_link_ends_both_with_the_reason_and_the_run_goes_on_exactly(start,
     assert resumed == whole
 
 
-def test_a_host_that_is_killed_with_its_memory_gets_its_part_from_its_neighbour(start, end, tmp_path):
+def test_a_killed_hosts_memory_comes_from_its_neighbour(start, end, tmp_path):
     """Nothing is in storage. Each host has a folder of its own for its memory; host 1 comes back with an empty one."""
     write(tmp_path, checkpoint_every=0)
     train = ["train", f"{tmp_path}/points.toml", f"--run-dir={tmp_path}/runs", "--guard.keep_in_memory=3"]
@@ -137,7 +137,7 @@ def test_a_host_that_is_killed_with_its_memory_gets_its_part_from_its_neighbour(
     assert killed == whole
 
 
-def test_the_pods_of_the_job_set_join_once_pod_0_has_a_name(start, end, tmp_path):
+def test_pods_join_once_pod_0_has_a_name(start, end, tmp_path):
     """With its command and variables, and what Kubernetes adds: an index, and the service's names.
 
     Pod 1 is there first, and waits: pod 0's name has an address once that pod is there.

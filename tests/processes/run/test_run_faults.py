@@ -227,7 +227,7 @@ def test_a_hanging_process_is_named_and_all_leave(stopped):
 
 
 @pytest.mark.rest
-def test_the_log_of_events_has_the_deadline_and_stack(stopped):
+def test_the_event_log_has_deadline_and_stack(stopped):
     _, _, folder = stopped
     ranks = read_logs(folder / "events", "rank")
     last = ranks[0][-1]

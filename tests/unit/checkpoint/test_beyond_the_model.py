@@ -61,7 +61,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
-def test_what_a_file_has_beyond_the_model_can_be_left_unread(written, kind, caplog):
+def test_arrays_beyond_the_model_can_stay_unread(written, kind, caplog):
     """Also a head of another size, if `ignore` and `missing` both name it."""
     read, plain = written[kind], state(lambda rng: {"a": {"w": jnp.zeros((8, 4))}}).params
     with caplog.at_level("INFO", "jdp"):

@@ -228,7 +228,7 @@ def test_a_forked_process_does_not_keep_the_claim(tmp_path):
     os.close(inherited)
 
 
-def test_a_failed_start_of_a_save_ends_its_claim(tmp_path, monkeypatch):
+def test_a_save_that_fails_early_ends_its_claim(tmp_path, monkeypatch):
     with jdp.Checkpoints(tmp_path) as saved:
         with monkeypatch.context() as patched, pytest.raises(jdp.CheckpointError, match="Input/output") as caught:
             patched.setattr(upkeep, "remove_leftovers", failing(errno.EIO))

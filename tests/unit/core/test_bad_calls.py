@@ -142,7 +142,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_bad_call_is_one_error_with_the_fix(case):
+def test_bad_calls_are_one_error_with_the_fix(case):
     call, message = CALLS[case]
     with pytest.raises(ValueError, match=message) as caught:
         call()
@@ -160,7 +160,7 @@ def test_numbers_of_numpy_are_numbers():
     assert jdp.scaled_lr(np.float32(0.1), base_batch=np.int64(1), batch=2) == pytest.approx(0.2)
 
 
-def test_a_jit_with_replicated_weights_is_on_the_errors_page():
+def test_replicated_weights_are_on_the_errors_page():
     """Under zero3 they are sharded at rest, and `jax.device_put` gathers them."""
     placed = plan(min_shard_size=8)
     weights, x = jdp.place({"w": jnp.ones((8, 4))}, placed), np.ones((8, 8), np.float32)

@@ -17,7 +17,7 @@ SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 @pytest.mark.aot
-def test_each_platform_takes_its_own_and_what_its_compiler_knows(capfd):
+def test_each_platform_takes_its_own_options(capfd):
     a100, cpu = (jdp.make_mesh(devices=target(name).devices, data=-1) for name in ("a100:2x2", "cpu:2"))
     given = {SCHEDULER: True, "xla_gpu_gone": 1, "xla_cpu_enable_fast_math": False, "xla_gone": 1}
     _said.clear()
@@ -66,7 +66,7 @@ def test_auto_is_overlap_on_several_gpus(capfd):
     assert "no option for" not in capfd.readouterr().err
 
 
-def test_a_step_inside_of_another_jitted_function_leaves_its_options_to_that_and_says_so(capfd):
+def test_a_nested_step_leaves_its_options(capfd):
     """Whatever of state and batch is traced: nothing of them where both are closed over."""
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2], data=2))
     state = jdp.init_state(lambda rng: {"w": jnp.ones((4, 4))}, optax.sgd(0.1), plan, rng=jax.random.key(0))

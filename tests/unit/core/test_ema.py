@@ -42,7 +42,7 @@ def train(tx, steps=STEPS, wrt=None, strategy="zero1"):
 
 
 @pytest.mark.parametrize("debias", [False, True])
-def test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters(debias):
+def test_the_average_follows_the_recursion(debias):
     plan, seen, state = train(jdp.with_ema(optax.adam(1e-2), DECAY, debias=debias))
     average = jax.tree.map(np.zeros_like if debias else np.copy, seen[0])
     for params in seen[1:]:

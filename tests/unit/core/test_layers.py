@@ -183,7 +183,7 @@ def test_zero3_under_auto_gathers_each_layer_twice():
 
 
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
-def test_a_weight_changed_outside_the_block_is_right_and_reported_once(partitioning, reported):
+def test_weights_changed_outside_the_block_are_reported(partitioning, reported):
     def loop(layers, x):
         return jdp.scan_layers(block, layers | {"w": layers["w"] * 2}, x)
 
@@ -202,7 +202,7 @@ def test_a_weight_changed_outside_the_block_is_right_and_reported_once(partition
     assert "cast or reshape it inside the block" in notice
 
 
-def test_a_weight_sharded_over_its_layers_is_reported_with_the_rule_that_fixes_it(reported):
+def test_weights_sharded_over_layers_name_a_rule(reported):
     layers = 8
 
     def wide(rng):

@@ -73,7 +73,7 @@ def with_penalty(params, batch, rng):
 
 
 @pytest.mark.parametrize(("partitioning", "parts"), [(None, "data=4 × accumulate=2"), ("auto", "accumulate=2")])
-def test_a_weight_penalty_that_would_be_counted_several_times_is_refused(partitioning, parts):
+def test_a_penalty_counted_several_times_is_refused(partitioning, parts):
     message = rf"\({parts}\).*without rows Loss.total is [\d.]+, not 0: multiply a penalty by the weight"
     with pytest.raises(ValueError, match=message):
         one_step(with_penalty, {"accumulate": 2, "partitioning": partitioning})
@@ -157,7 +157,7 @@ FOUND = {
 
 @pytest.mark.parametrize("loss", [normalised, *FOUND], ids=lambda loss: loss.__name__)
 @pytest.mark.default_ids("contrastive", "at_least_one")
-def test_a_loss_that_is_no_sum_sees_all_rows_or_is_refused(loss):
+def test_mixing_losses_see_all_rows_or_are_refused(loss):
     step, before, _, metrics = one_step(loss, {})
     assert step.partitioning == "auto" and "the loss returns jdp.Loss, but " in step.why
     if loss is not mixup:
@@ -188,7 +188,7 @@ def by_place(params, batch, rng):
     return jdp.Loss((each * jnp.arange(1, len(each) + 1)).sum(), jnp.float32(len(each)))
 
 
-def test_a_loss_that_reads_a_row_s_place_is_no_sum():
+def test_losses_that_read_row_numbers_mix_rows():
     """No row changes another's part; in another order the sum is another."""
     step, before, _, metrics = one_step(by_place, {})
     assert step.partitioning == "auto" and "of the same rows in the opposite order" in step.why
@@ -275,7 +275,7 @@ def of_linen(rng):
 @pytest.mark.parametrize(
     ("make", "accumulate"), [(lambda rng: Centred(nnx.Rngs(rng)), 2), (of_linen, 1)], ids=["own", "linen"]
 )
-def test_a_loss_that_mixes_rows_in_training_alone_sees_whole_microbatches(make, accumulate):
+def test_mixing_in_training_alone_sees_whole_microbatches(make, accumulate):
     """As one device does, which has microbatches of as many rows."""
 
     def loss(model, batch, rng):
@@ -291,7 +291,7 @@ def test_a_loss_that_mixes_rows_in_training_alone_sees_whole_microbatches(make, 
 
 
 @pytest.mark.rest
-def test_a_refusal_says_how_batch_norms_take_several_microbatches():
+def test_a_refusal_says_how_batch_norms_accumulate():
     """Of linen alone, with statistics in aux, and always in training mode."""
     model, plan = Linen(), jdp.Plan(MESH, min_shard_size=8)
     variables = jax.device_get(model.init(jax.random.key(0), jnp.ones((1, WIDTH))))
@@ -317,7 +317,7 @@ def weighted_mean(params, batch, rng):
     return squares(params, batch) / batch["weight"].sum()
 
 
-def test_a_scalar_sees_all_rows_and_takes_one_microbatch():
+def test_a_scalar_sees_all_rows():
     check_equals_whole_batch(weighted_mean, {})
     assert one_step(weighted_mean, {})[0].why == (
         "the loss returns a scalar, the mean over the rows that it sees, so it sees all rows"
@@ -327,7 +327,7 @@ def test_a_scalar_sees_all_rows_and_takes_one_microbatch():
 
 
 @pytest.mark.rest
-def test_a_loss_that_closes_over_a_tracer_cannot_be_tried():
+def test_losses_over_tracers_cannot_be_tried():
     plan, params = jdp.Plan(MESH), jdp.init(init, jdp.Plan(MESH), rng=jax.random.key(0))
 
     def gradient(params, scale, settings):
@@ -373,7 +373,7 @@ def test_every_step_is_checked_once():
 # Axes, constraints, dtypes.
 
 
-def test_a_loss_that_names_the_batch_axes_gets_an_error_that_says_where_they_exist():
+def test_naming_batch_axes_outside_manual_is_explained():
     def summed(params, batch, rng):
         return jdp.Loss(jax.lax.psum(squares(params, batch), "data"), batch["weight"].sum())
 

@@ -23,7 +23,7 @@ def ids(mesh):
         ({"pipe": 2, "data": -1, "model": 2}, {"pipe": 2, "data": 2, "model": 2}),
     ],
 )
-def test_axes_stand_as_written_and_minus_one_takes_what_is_left(axes, shape):
+def test_minus_one_takes_the_remaining_devices(axes, shape):
     mesh = jdp.make_mesh(**axes)
     assert list(mesh.shape.items()) == list(shape.items())
     assert ids(mesh) == [device.id for device in jax.devices()]  # row-major: the last axis varies fastest
@@ -82,6 +82,6 @@ def test_devices_keep_the_order_given():
         ),
     ],
 )
-def test_what_is_wrong_with_a_mesh_is_reported_with_the_whole_equation(axes, message):
+def test_a_wrong_mesh_is_reported_as_an_equation(axes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         jdp.make_mesh(**axes)

@@ -36,7 +36,7 @@ def train(plan, init, loss, batches, partitioning):
 
 
 @pytest.mark.rest
-def test_parts_of_a_dimension_that_both_axes_cut_are_put_together_in_order():
+def test_dimensions_cut_twice_are_joined_in_order():
     """By hand: gathering along `data` must give a device its own part along `model`, whichever the rule names first."""
     sizes = {"w": (15, 64), "b": (64,), "v": (64, 16)}  # 15 rows do not divide: `data` shares the columns
     rules = [("w", P(None, "model")), ("b", P("model")), ("v", P(("data", "model"), None))]
@@ -154,7 +154,7 @@ def test_linen_boxes_are_metadata_too():
     assert state.params["Dense_0"]["kernel"].sharding.spec == P("data", "model")
 
 
-def test_a_model_that_shards_itself_trains_as_on_one_device():
+def test_self_sharding_models_equal_one_device():
     """Metadata on stacked layers through scan_layers, ZeRO-3 on top."""
     init = lambda rng: stacked_by("named")(nnx.Rngs(rng))  # noqa: E731
     loss = lambda model, batch, rng: jdp.Loss(jnp.square(model(batch["x"])).sum(), len(batch["x"]))  # noqa: E731
@@ -173,7 +173,7 @@ def test_a_model_that_shards_itself_trains_as_on_one_device():
         (("model", "model"), SIZES, f"The model's metadata names an axis once; {P('model', 'model')} for"),
     ],
 )
-def test_metadata_that_does_not_fit_is_one_clear_error(names, sizes, message):
+def test_unfit_metadata_is_one_clear_error(names, sizes, message):
     devices = jax.devices()[: np.prod(list(sizes.values()))]
     plan = jdp.Plan(jdp.make_mesh(devices=devices, **({"data": 1} | sizes)), "ddp")
     with pytest.raises(ValueError, match=re.escape(message)):

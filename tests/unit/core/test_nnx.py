@@ -66,7 +66,7 @@ class Odd(nnx.Module):
         return self.linear(x) + self.table
 
 
-def test_tables_are_kept_and_what_a_call_adds_is_dropped_and_reported(reported):
+def test_added_variables_are_dropped_and_reported(reported):
     plan = plan_of()
     step = jdp.make_train_step(loss_fn, plan, accumulate=2)
     state = state_of(plan, lambda rng: Odd(nnx.Rngs(rng)))
@@ -85,7 +85,7 @@ def after_one_step(devices):
     return jax.device_get((state.params, state.model_state)), float(metrics["loss"])
 
 
-def test_batch_statistics_are_global_and_masks_independent_of_the_mesh():
+def test_statistics_and_masks_ignore_the_mesh():
     (params, model_state), loss = after_one_step(devices=8)
     (params_alone, model_state_alone), loss_alone = after_one_step(devices=1)
     np.testing.assert_allclose(loss, loss_alone, rtol=1e-5)
@@ -109,7 +109,7 @@ def test_batch_norm_is_no_mixing_of_rows():
 
 
 @pytest.mark.parametrize("layers", [[jnp.ones(2)], jnp.ones((1, 2))])
-def test_a_change_that_cannot_leave_the_block_is_refused_with_the_reason(layers):
+def test_changes_that_cannot_leave_are_refused(layers):
     """A dropout out of `scan_layers`' sight: in a plain object in a plain object."""
 
     def run(x):
@@ -132,7 +132,7 @@ class Poisoned(nnx.Module):
         return self.linear(x)
 
 
-def test_a_statistic_that_is_not_finite_skips_the_step():
+def test_a_nonfinite_statistic_skips_the_step():
     plan = plan_of(devices=2)
     state = state_of(plan, lambda rng: Poisoned(nnx.Rngs(rng)))
     step = jdp.make_train_step(loss_fn, plan, partitioning="manual")
@@ -346,7 +346,7 @@ class Held(nnx.Module):
         return self.frozen.get_value()["scale"] * (x @ linear["w"]) + linear["b"][0] + self.none[...].sum()
 
 
-def test_variables_that_hold_trees_train_as_on_one_device():
+def test_variables_of_trees_equal_one_device():
     init = lambda rng: Held(nnx.Rngs(rng))  # noqa: E731
     ends = []
     for strategy, devices, partitioning in (("zero3", 4, "manual"), ("ddp", 1, "auto")):
@@ -360,7 +360,7 @@ def test_variables_that_hold_trees_train_as_on_one_device():
     assert jax.tree.structure(ends[0]) == jax.tree.structure(ends[1])
 
 
-def test_a_variable_that_holds_no_arrays_is_refused_by_name():
+def test_a_variable_without_arrays_is_refused():
     class Named(nnx.Module):
         def __init__(self):
             self.w, self.name = nnx.Param(jnp.ones(3)), nnx.Variable("left")

@@ -48,7 +48,7 @@ def gone():
     return state
 
 
-def test_a_state_is_a_table_of_its_leaves_and_no_array_is_read(gone):
+def test_a_state_is_shown_as_a_table(gone):
     text = repr(gone)
     lines = text.splitlines()
     assert len(lines) < 40  # for 76 leaves
@@ -59,7 +59,7 @@ def test_a_state_is_a_table_of_its_leaves_and_no_array_is_read(gone):
     assert re.search(rf"all of params +{elements / 1e3:.3g}k elements in 24 ", text)
 
 
-def test_placements_are_a_list_with_the_reason_for_each(gone):
+def test_placements_are_listed_with_reasons(gone):
     plan = plan_of(offload="optimizer")
     placements = plan.placements(gone)
     assert isinstance(placements, list) and isinstance(placements[0], jdp.Placement)

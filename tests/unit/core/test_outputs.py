@@ -58,7 +58,7 @@ def expected():
     [("ddp", "auto", 1), ("zero1", "manual", 2), ("zero2", "auto", 2), ("zero3", "manual", 1), ("zero3", "manual", 2)],
 )
 @pytest.mark.default_ids("ddp-auto-1")
-def test_outputs_come_back_in_the_order_of_the_batchs_rows(strategy, partitioning, accumulate):
+def test_outputs_keep_the_order_of_rows(strategy, partitioning, accumulate):
     params, ((loss, aux), wanted) = expected()
     plan = plan_of(strategy)
     settings = {"partitioning": partitioning, "accumulate": accumulate}

@@ -79,7 +79,7 @@ def plan_of(strategy, devices=8):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_frozen_leaves_have_no_optimizer_state_and_rest_sharded(case):
+def test_frozen_leaves_have_no_optimizer_state(case):
     init, wrt, trained = CASES[case]
     plan = plan_of("zero1")
     state = jdp.abstract_state(init, TX, plan, rng=jax.random.key(0), wrt=wrt)
@@ -106,7 +106,7 @@ def test_precision_is_that_of_the_trained_part():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_contract_counts_gradients_of_what_is_trained_and_gathers_of_all(strategy):
+def test_the_contract_counts_trained_gradients(strategy):
     plan = plan_of(strategy)
     state = jdp.abstract_state(init_module, TX, plan, rng=jax.random.key(0), wrt=nnx.LoRAParam)
     promised = theory(plan, state.params, StepSettings(accumulate=2), static=state.static)
@@ -134,6 +134,6 @@ def test_the_contract_counts_gradients_of_what_is_trained_and_gathers_of_all(str
         (init_tree, None, "Every parameter that is trained must be floating point; body/table is int8. Freeze it"),
     ],
 )
-def test_a_filter_that_does_not_fit_is_one_clear_error(init, wrt, words):
+def test_an_unfit_filter_is_one_clear_error(init, wrt, words):
     with pytest.raises(ValueError, match=words):
         jdp.abstract_state(init, TX, plan_of("zero1"), rng=jax.random.key(0), wrt=wrt)

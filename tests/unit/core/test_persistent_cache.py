@@ -39,7 +39,7 @@ def found(monkeypatch):
     compilation_cache.reset_cache()
 
 
-def test_a_program_is_found_again_in_a_folder_of_its_processor(tmp_path, found):
+def test_programs_are_kept_by_processor(tmp_path, found):
     folder = jdp.keep_programs(tmp_path / "programs", limit_bytes=10**6)
     assert folder is not None and folder.parent == tmp_path / "programs" and len(folder.name) == 16
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -51,14 +51,14 @@ def test_a_program_is_found_again_in_a_folder_of_its_processor(tmp_path, found):
     assert found()
 
 
-def test_a_folder_that_cannot_be_made_is_said_and_breaks_nothing(tmp_path, found, capsys):
+def test_an_impossible_folder_breaks_nothing(tmp_path, found, capsys):
     (tmp_path / "file").touch()
     assert jdp.keep_programs(tmp_path / "file" / "programs") is None
     assert not found() and not found()
     assert capsys.readouterr().err.count("compiled programs are not kept for the next start: ") == 1
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, found, capsys):
+def test_writable_folders_of_others_are_not_used(tmp_path, found, capsys):
     """A program is code that this process runs."""
     (folder := tmp_path / "programs").mkdir()
     folder.chmod(0o770)
@@ -85,7 +85,7 @@ def test_what_jax_was_told_before_stays(tmp_path, found):
         (True, ["a x ", "b x no mark"], "not all processes of this run reach"),
     ],
 )
-def test_several_processes_keep_programs_in_one_folder_or_not_at_all(chosen, words, expected, tmp_path, monkeypatch):
+def test_several_processes_share_one_folder(chosen, words, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(persistent_cache, "joined_as", lambda: (0, 2))
     monkeypatch.setattr(persistent_cache, "meet", lambda *_: None)
     monkeypatch.setattr(persistent_cache, "from_first_process", lambda _, own: own)

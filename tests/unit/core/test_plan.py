@@ -95,7 +95,7 @@ MODEL_MESH = {"data": 4, "model": 2}
         ("zero1", [("a/*", P("model"))], P("model", "data"), P("model")),  # `*` matches slashes too
     ],
 )
-def test_rules_give_the_compute_spec_and_may_pin_data(strategy, rules, rest, compute):
+def test_rules_give_the_compute_spec(strategy, rules, rest, compute):
     plan = jdp.Plan(jdp.make_mesh(**MODEL_MESH), strategy, rules=rules)
     state = abstract(plan, {"a": {"b": {"w": (64, 512)}}})
     for path in ("params/a/b/w", "opt_state/0/mu/a/b/w"):
@@ -144,7 +144,7 @@ def test_a_misspelt_strategy_is_offered_the_nearest(word, hint):
     assert str(error.value).endswith(hint)
 
 
-def test_a_plan_needs_a_data_axis_of_type_auto():
+def test_a_plan_needs_an_auto_data_axis():
     line = re.escape("Write jdp.make_mesh, or jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,) * 1)")
     for name, kind in (("model", AxisType.Auto), ("data", AxisType.Explicit), ("data", AxisType.Manual)):
         with pytest.raises(ValueError, match=line):
@@ -220,7 +220,7 @@ def test_the_bytes_foreseen_are_the_bytes_held(mesh, strategy):
 # What is reported.
 
 
-def test_what_could_not_be_sharded_is_reported_once_with_reason_and_bytes(reported):
+def test_unsharded_leaves_are_reported_once(reported):
     shapes = {"w": (64, 64), "odd": (33, 101), "b1": (64,), "b2": (64,), "b3": (64,), "b4": (64,)}
     plan = jdp.Plan(jdp.make_mesh(), "zero2")
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_what_could_not_be_sharded_is_reported_once_with_reason_and_bytes(report
         ({"a": (33, 61)}, "a [33, 61]: .* of its state$"),
     ],
 )
-def test_of_a_large_share_a_mesh_that_divides_is_named(odd, words, reported):
+def test_a_mesh_that_divides_is_named(odd, words, reported):
     for size, is_named in ((1, "mesh" in words), (64, False)):  # next to a larger leaf it is a small share
         plan = jdp.Plan(jdp.make_mesh(), "zero1")
         report_placements(plan, abstract(plan, {**odd, "w": (size * 64, 256)}))
@@ -248,7 +248,7 @@ def test_of_a_large_share_a_mesh_that_divides_is_named(odd, words, reported):
         assert size > 1 or re.search(words.replace("[", r"\["), said), said
 
 
-def test_what_is_reported_goes_to_standard_error_where_no_logging_is_set_up(monkeypatch, capsys):
+def test_notices_go_to_standard_error(monkeypatch, capsys):
     """Once a process, and not if the application has silenced the logger."""
     monkeypatch.setattr(notices, "_said", set())
     monkeypatch.setattr(notices.logger, "hasHandlers", lambda: False)

@@ -51,7 +51,7 @@ def test_weights_must_rest_as_the_precision_says():
     ("strategy", "partitioning", "train"),
     [("ddp", "auto", True), ("zero3", "manual", True), ("zero2", "auto", False), ("ddp", "manual", False)],
 )
-def test_the_loss_sees_the_compute_dtype_and_the_state_never_does(strategy, partitioning, train):
+def test_only_the_loss_sees_the_compute_dtype(strategy, partitioning, train):
     seen = []
 
     def spying(params, batch, rng):
@@ -101,7 +101,7 @@ BOTH, REDUCE = jdp.Precision(compute="bf16", reduce="bf16"), jdp.Precision(reduc
         ("zero3", 2, "bf16", "bfloat16", "float32"),
     ],
 )
-def test_manual_gathers_in_the_compute_dtype_and_reduces_in_its_own(strategy, accumulate, precision, gathered, reduced):
+def test_manual_gathers_and_reduces_in_their_dtypes(strategy, accumulate, precision, gathered, reduced):
     plan = plan_of(strategy)
     step = jdp.make_train_step(
         loss_fn, plan, precision=precision, partitioning="manual", accumulate=accumulate, check_loss=False
@@ -113,7 +113,7 @@ def test_manual_gathers_in_the_compute_dtype_and_reduces_in_its_own(strategy, ac
     assert found == expected
 
 
-def test_totals_are_summed_in_float32_whatever_the_loss_returns():
+def test_totals_are_summed_in_float32():
     """Sums of microbatches that bf16 cannot hold: 256 + 1 is 256 there."""
 
     def whole(params, batch, rng):
@@ -127,7 +127,7 @@ def test_totals_are_summed_in_float32_whatever_the_loss_returns():
     assert (float(metrics["loss"]), float(metrics["weight"]), float(metrics["ones"])) == (256.0, 300.0, 1.0)
 
 
-def test_bf16_weights_are_trained_by_gradients_of_the_exact_mean():
+def test_bf16_weights_get_exact_mean_gradients():
     """771 / 257 is 3; divided by a weight that was rounded to bf16 first, 256, it is not."""
 
     def weighted(params, batch, rng):

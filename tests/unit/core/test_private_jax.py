@@ -51,7 +51,7 @@ def parameters(function):
     return list(inspect.signature(function).parameters)
 
 
-def test_the_list_is_complete_and_each_has_a_test():
+def test_the_list_is_complete_and_tested():
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for name in taken(ast.parse(path.read_text(encoding="utf-8"))):
@@ -61,7 +61,7 @@ def test_the_list_is_complete_and_each_has_a_test():
     assert [name for name in TAKEN if f"test_{name.rpartition('.')[2].strip('_').lower()}" not in tests] == []
 
 
-def test_custom_staging_rules_have_one_for_jit_which_is_looked_up_at_each_call(monkeypatch):
+def test_custom_staging_rules_have_one_for_jit(monkeypatch):
     rule, seen = custom_staging_rules[jit_p], []
 
     def noted(trace, source, *args, **params):
@@ -81,7 +81,7 @@ def test_batchtracer_is_what_a_function_gets_under_vmap():
     assert seen == [[True, False]]
 
 
-def test_cloud_tpu_init_says_whether_this_is_a_tpu_vm():
+def test_cloud_tpu_init_detects_tpu_vms():
     assert cloud_tpu_init.running_in_cloud_tpu_vm is False
 
 
@@ -91,20 +91,20 @@ def test_ompicluster_reads_the_address_of_mpiruns_host(monkeypatch):
     assert OmpiCluster.is_env_present() and OmpiCluster.get_coordinator_address(None, "9") == "192.0.2.2:9"
 
 
-def test_slurmcluster_takes_the_first_node_and_a_port_of_the_job(monkeypatch):
+def test_slurmcluster_takes_first_node_and_job_port(monkeypatch):
     for name, value in {"SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "gpu[007-008]"}.items():
         monkeypatch.setenv(name, value)
     assert SlurmCluster.get_coordinator_address(None, None) == "gpu007:61441"
     assert SlurmCluster.get_coordinator_address(None, "9") == "gpu007:9"
 
 
-def test_trace_state_clean_says_whether_a_function_is_being_traced():
+def test_trace_state_clean_detects_tracing():
     seen = []
     jax.jit(lambda x: seen.append(trace_state_clean()) or x)(0)
     assert [trace_state_clean(), *seen] == [True, False]
 
 
-def test_fused_attention_stablehlo_asks_the_gpu_by_functions_of_its_own():
+def test_fused_attention_stablehlo_asks_the_gpu():
     """`answered_for` puts others in the place of these, those that there are; the version is always asked."""
     assert parameters(fused_attention_stablehlo.check_cudnn_version) == []
     source = inspect.getsource(fused_attention_stablehlo)

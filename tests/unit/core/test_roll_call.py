@@ -65,7 +65,7 @@ def test_all_go_on_when_all_are_here(order, address):
         socket.create_connection(roll_call.split_address(address))
 
 
-def test_who_is_missing_is_named_after_a_while_and_at_the_end_on_every_process(address, noticed):
+def test_missing_processes_are_named_everywhere(address, noticed):
     first, third = Caller(address, 0, 4, seconds=1.5), Caller(address, 2, 4, seconds=1.5)
     errors = ends(first, third)
     words = f"2 of 4 processes are here: processes 1 and 3 did not come to {address} within 1.5 seconds."
@@ -81,7 +81,7 @@ def test_one_alone_is_told_whom_it_waits_for(address, noticed):
     assert noticed[1].startswith("process 3 of 4 is here: waiting, as process 0 does not answer at ")
 
 
-def test_a_process_that_has_ended_is_not_counted_and_its_successor_is(address):
+def test_a_successor_counts_for_an_ended_process(address):
     first = Caller(address, 0, 3)
     with connected(address) as gone:
         gone.sendall(message(1, 3))
@@ -137,7 +137,7 @@ def test_other_numbers_end_all_with_the_same_words(address):
     assert str(errors[0]) == str(errors[1])
 
 
-def test_of_two_processes_with_one_number_the_first_is_told(address):
+def test_duplicate_numbers_are_told_to_the_first(address):
     first, one = Caller(address, 0, 3), Caller(address, 1, 3)
     time.sleep(0.5)
     other = Caller(address, 1, 3)
@@ -148,12 +148,12 @@ def test_of_two_processes_with_one_number_the_first_is_told(address):
 ENDED = "All processes must end together; those of node {} on {} have ended with exit code 0, and others were started"
 
 
-def test_a_node_that_has_ended_says_so_to_processes_that_start_again(address):
+def test_an_ended_node_tells_restarted_processes(address):
     errors = ends(Caller(address, 0, 4), Caller(address, 1, 2, "node"))
     assert all(isinstance(error, Mismatch) and str(error).startswith(ENDED.format(1, HOST)) for error in errors)
 
 
-def test_node_0_says_so_too_and_waits_for_the_others(address):
+def test_node_0_says_so_and_waits(address):
     node = Caller(address, 0, 2, "node")
     error = Caller(address, 2, 4).end()
     assert isinstance(error, Mismatch) and str(error).startswith(ENDED.format(0, HOST))

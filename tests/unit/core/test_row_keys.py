@@ -24,7 +24,7 @@ def read(draw, rows, key=KEY):
 # Indices beyond 32 bits.
 
 
-def test_a_draw_hashes_the_64_bit_index_of_each_element():
+def test_draws_hash_each_elements_64_bit_index():
     offset, stride, size = 858_993_458, 1, 5  # rows 858,993,458 .. 461: the second crosses 2**32 within itself
     draws = RowDraws(4, ((("random_bits", (4, size)), 1),))
     drawn = np.asarray(jax.random.bits(draws.key(KEY, offset=offset, stride=stride, total=2**31), (4, size)))
@@ -176,7 +176,7 @@ def test_samplers_are_by_global_row_too():
 
 @pytest.mark.parametrize("name", UNREAD)
 @pytest.mark.default_ids("gamma")
-def test_a_draw_whose_rows_cannot_be_told_sees_the_whole_batch(name):
+def test_unclear_draws_see_the_whole_batch(name):
     """With one microbatch `auto` draws for all rows at once; with more the loss is refused, with the remedy."""
     draw, reason = UNREAD[name]
     noise, key = noise_of_a_step({name: draw}, 3, None, 1, 4)

@@ -95,7 +95,7 @@ def test_arguments_come_before_the_environment(describe):
         (("::1:29500", 2, 0), r"brackets before its port; given '::1:29500'. Write \[::1\]:29500"),
     ],
 )
-def test_arguments_that_do_not_make_a_cluster_are_refused(arguments, message):
+def test_arguments_without_a_cluster_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         find_cluster(*arguments)
 
@@ -107,7 +107,7 @@ def test_arguments_that_do_not_make_a_cluster_are_refused(arguments, message):
         ("set-workers-0-1.set", "set-workers-0-0.set:8476"),
     ],
 )
-def test_a_pod_finds_pod_0_by_its_own_name(own, coordinator, describe, monkeypatch):
+def test_a_pod_finds_pod_0_by_name(own, coordinator, describe, monkeypatch):
     describe(POD)
     monkeypatch.setattr(socket, "getfqdn", lambda: own)
     assert find_cluster() == Cluster("Kubernetes, an indexed job", coordinator, 3, 1)
@@ -130,7 +130,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_half_a_cluster_is_an_error_and_not_a_run_alone(case, describe, monkeypatch):
+def test_half_a_cluster_is_an_error(case, describe, monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-1")
     environment, message = REFUSED[case]
     describe({name: value for name, value in environment.items() if value is not None})
@@ -156,7 +156,7 @@ TWO, FOUR = {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
         (OPEN_MPI_4 | {"CUDA_VISIBLE_DEVICES": "5"}, None),
     ],
 )
-def test_a_rank_takes_its_part_of_the_hosts_gpus(environment, devices, describe, monkeypatch):
+def test_a_rank_takes_its_hosts_gpus(environment, devices, describe, monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda _: True)  # as if JAX had its CUDA plugin
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     describe(environment)

@@ -44,7 +44,7 @@ def small_leaves(strategy, **settings):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_leaves_below_min_shard_size_are_all_reduced_by_plan(strategy):
+def test_leaves_below_min_shard_size_are_all_reduced(strategy):
     report = small_leaves(strategy, partitioning="manual")
     payload = 4 * LAYERS * (SIDE * SIDE + SIDE)
     assert report.theory.unsharded.payload_bytes == payload

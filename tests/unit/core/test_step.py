@@ -100,7 +100,7 @@ def differing(before, after):
         ("zero3", "manual", {"data": 4, "model": 2}, 4),
     ],
 )
-def test_the_objective_is_the_sum_over_the_weight_exactly(strategy, partitioning, axes, accumulate):
+def test_the_objective_is_sum_over_weight_exactly(strategy, partitioning, axes, accumulate):
     """Uneven weights, whole devices and microbatches without any: Σ∇total / Σweight to the last bit."""
     plan, batch = plan_of(strategy, **axes), whole_numbers()
     step = jdp.make_train_step(weighted_sum, plan, accumulate=accumulate, partitioning=partitioning, check_loss=False)
@@ -127,7 +127,7 @@ def test_the_objective_is_the_sum_over_the_weight_exactly(strategy, partitioning
 
 
 @pytest.mark.parametrize(("strategy", "partitioning"), [("zero3", "auto"), ("ddp", "manual")])
-def test_a_step_that_is_not_finite_changes_nothing_but_a_counter(strategy, partitioning):
+def test_a_nonfinite_step_changes_only_a_counter(strategy, partitioning):
     """NaN in one row, or a total that is infinite while its gradient is not; and then training goes on."""
 
     def loss_fn(params, batch, rng):
@@ -196,7 +196,7 @@ def test_results_stay_where_the_plan_wants_them(make, strategy, partitioning, ca
     assert len([line for line in caplog.messages if "Finished XLA compilation of jit(train_step)" in line]) == 1
 
 
-def test_an_update_that_is_not_finite_changes_nothing_though_the_gradient_is():
+def test_a_nonfinite_update_changes_nothing():
     """The rate of the second step is NaN or infinite, or the optimizer's state alone breaks; infinities may stay."""
 
     def rate(bad):
@@ -261,7 +261,7 @@ def test_the_partitioning_chosen_and_why(strategy, settings, loss_fn, expected, 
         ({"data": 4, "model": 2}, 3, 7, "divide by data=4 × accumulate=3 = 12; given 7: the nearest that fit: 12"),
     ],
 )
-def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes(axes, accumulate, rows, message):
+def test_indivisible_batches_name_the_nearest_sizes(axes, accumulate, rows, message):
     plan = plan_of("ddp", 8, **axes)
     step = jdp.make_train_step(weighted_sum, plan, accumulate=accumulate, check_loss=False)
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -296,7 +296,7 @@ def test_a_ragged_batch_is_refused(batch, message):
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": y}), r"metric 'hits' has shape \(\d+,\) for \d+ rows.* Sum it"),
     ],
 )
-def test_a_loss_that_is_not_a_scalar_is_refused(value, message):
+def test_a_loss_of_several_values_is_refused(value, message):
     loss = lambda params, batch, rng: value(predict(params, batch))  # noqa: E731
     step = jdp.make_train_step(loss, plan_of(), partitioning="manual", check_loss=False)
     with pytest.raises(ValueError, match=message):
@@ -330,7 +330,7 @@ def test_evaluation_is_the_loss_without_randomness_or_donation():
 # Lowering elsewhere.
 
 
-def test_a_step_is_lowered_for_the_mesh_of_its_state():
+def test_steps_lower_for_their_states_mesh():
     """The step was made for eight devices; an abstract state on four others compiles, and runs, on those."""
     tx = optax.sgd(1.0)
     step = jdp.make_train_step(weighted_sum, plan_of("zero3"), partitioning="manual", check_loss=False)

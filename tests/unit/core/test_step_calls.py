@@ -106,7 +106,7 @@ def failing(*_):
     raise KeyError("mine")
 
 
-def test_a_users_own_exception_shows_their_frames_and_one_of_jdps(plan):
+def test_user_exceptions_show_one_frame_of_jdp(plan):
     """Also through `scan_layers`, which the loss calls; with `JAX_TRACEBACK_FILTERING=off` all are there."""
     layers = {"w": jnp.ones((2, 8))}
     state, here = fresh(plan), Path(__file__).name
@@ -133,7 +133,7 @@ def test_a_users_own_exception_shows_their_frames_and_one_of_jdps(plan):
     assert frames(caught)[1:].count("jdp") > 3
 
 
-def test_a_mistake_ends_in_the_users_line_and_a_fault_of_jdp_in_jdps(plan, monkeypatch):
+def test_mistakes_end_in_the_users_line(plan, monkeypatch):
     step = jdp.make_train_step(lambda params, batch, rng: jdp.Loss(batch["x"], 8.0), plan, check_loss=False)
     with pytest.raises(ValueError, match=r"Loss\.total must be a scalar") as caught:
         step(fresh(plan), batch())
@@ -144,7 +144,7 @@ def test_a_mistake_ends_in_the_users_line_and_a_fault_of_jdp_in_jdps(plan, monke
     assert frames(caught).count("jdp") > 3
 
 
-def test_a_step_that_was_compiled_ahead_is_compiled_once(plan):
+def test_a_step_compiled_ahead_compiles_once(plan):
     step, state = jdp.make_train_step(loss, plan, check_loss=False), fresh(plan)
     step.compile(state, batch())
     with pytest.MonkeyPatch.context() as patch:
@@ -163,7 +163,7 @@ def test_a_compiled_step_transfers_nothing_by_itself(plan, train_step):
         train_step(state, second)
 
 
-def test_a_step_that_donates_nothing_keeps_the_old_state(plan):
+def test_without_donation_the_old_state_stays(plan):
     step, old = jdp.make_train_step(loss, plan, donate=False, check_loss=False), fresh(plan)
     first, again = step(old, batch())[0], step(old, batch())[0]
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(old))
@@ -172,7 +172,7 @@ def test_a_step_that_donates_nothing_keeps_the_old_state(plan):
         jdp.make_train_step(loss, plan, donate="no", check_loss=False)
 
 
-def test_debug_nans_names_the_operation_whenever_it_is_turned_on(plan):
+def test_debug_nans_names_the_operation(plan):
     """Also after the first step: the compiled program that donates is not the one to run again."""
     step = jdp.make_train_step(lambda p, b, rng: jnp.log(b["x"] @ p["w"]).mean(), plan, check_loss=False)
     state, _ = step(fresh(plan), batch())
@@ -182,7 +182,7 @@ def test_debug_nans_names_the_operation_whenever_it_is_turned_on(plan):
     assert int(state.step) == 2
 
 
-def test_a_batch_that_is_filled_again_while_the_step_runs_is_read_as_it_was(plan):
+def test_refilled_batches_are_read_as_given(plan):
     """A program that is not done when its call returns; aligned memory, which JAX would read where it lies."""
 
     def slow(params, batch, rng):
@@ -199,7 +199,7 @@ def test_a_batch_that_is_filled_again_while_the_step_runs_is_read_as_it_was(plan
 
 
 @pytest.mark.parametrize(("partitioning", "accumulate"), [("auto", 1), ("manual", 2)])
-def test_a_first_step_calls_the_loss_a_few_times(partitioning, accumulate):
+def test_a_first_step_calls_the_loss_rarely(partitioning, accumulate):
     """For its form on all rows; under manual on a device's rows, and on twice as many for its draws; to see what layer
     loops send; and to compile it, a scan of microbatches twice, once for what it carries."""
     calls, plan = [], jdp.Plan(jdp.make_mesh(data=8), "zero3", min_shard_size=1)

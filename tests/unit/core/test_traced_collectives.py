@@ -62,7 +62,7 @@ def made(loop, strategy="zero3", *, mesh=None, rows=512, wrt=None, rules=(), mak
     return jdp.make_train_step(loss_fn, plan, **settings, check_loss=False), state, batch
 
 
-def test_a_step_reports_once_that_no_layer_is_gathered_by_itself(reported):
+def test_steps_without_layer_loops_are_reported_once(reported):
     for loop, strategy, count in (
         (scanned, "zero3", 0),
         (one_by_one, "zero2", 0),

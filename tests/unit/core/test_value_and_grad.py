@@ -83,7 +83,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("make", [init, lambda rng: nnx.state(net(rng), nnx.Not(nnx.RngState))], ids=["tree", "module"])
-def test_a_tree_is_born_sharded_with_the_bits_of_one_device(make):
+def test_trees_are_made_sharded_bit_for_bit(make):
     """One seed makes one model, of `jdp.init` and of `jdp.init_state`."""
     made = jdp.init(init if make is init else net, plan_of(), rng=KEY)
     made = made if make is init else nnx.state(made, nnx.Not(nnx.RngState))
@@ -95,7 +95,7 @@ def test_a_tree_is_born_sharded_with_the_bits_of_one_device(make):
     assert all(len(leaf.addressable_shards) == 4 for leaf in jax.tree.leaves(made))
 
 
-def test_what_belongs_to_parameters_is_born_as_they_lie():
+def test_derived_trees_are_sharded_like_parameters():
     params = jdp.init(init, plan_of(), rng=KEY)
     opt_state = jdp.init(optax.adam(1e-2).init, plan_of(), of=params)
     assert list(specs(opt_state).values()) == 2 * list(specs(params).values()) == 4 * [P("data")]
@@ -106,7 +106,7 @@ def test_what_belongs_to_parameters_is_born_as_they_lie():
     assert optimizer.opt_state[0].mu["first"]["kernel"].get_value().sharding.is_equivalent_to(kernel, 2)
 
 
-def test_placing_moves_a_tree_between_plans_and_changes_no_bit():
+def test_placing_changes_no_bit():
     tree = {"w": np.arange(32, dtype="float32").reshape(8, 4), "n": 3}
     placed = jdp.place(tree, plan_of("zero3"))
     assert placed["w"].sharding == NamedSharding(plan_of().mesh, P("data"))
@@ -171,7 +171,7 @@ def test_a_shared_module_gets_its_whole_gradient():
 
 
 @pytest.mark.rest
-def test_a_filter_leaves_the_rest_without_gradients_and_optimizer_state():
+def test_filtered_out_leaves_have_no_gradients():
     module = jdp.init(net, plan_of(), rng=KEY)
     gradient = jdp.value_and_grad(net_loss, plan_of(), wrt=nnx.LoRAParam)
     _, grads = gradient(module, batch_of(), KEY)
@@ -203,7 +203,7 @@ def test_modules_keep_their_mode_and_what_calls_change():
     assert module.norm.mean.get_value().is_fully_replicated
 
 
-def test_a_model_that_is_read_after_its_update_stays_sharded():
+def test_a_model_read_after_updates_stays_sharded():
     """XLA would leave it gathered, from the second gradient on; its optimizer's state too."""
     plan, tx = plan_of("zero1"), optax.adam(1e-2)
     models = [jdp.init(init, plan, rng=jax.random.key(i)) for i in (0, 1)]
@@ -224,7 +224,7 @@ def test_a_model_that_is_read_after_its_update_stays_sharded():
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.default_ids("zero3")
-def test_a_step_of_several_gradients_sends_what_each_promises(strategy):
+def test_several_gradients_each_send_their_promise(strategy):
     """Payloads on four devices, K = 2, of two models of Ψ parameters, each differentiated once and read once.
 
     Each gradient reduce-scatters r·Ψ (zero2 and zero3: K·r·Ψ) and gathers both models, c·Ψ each (zero3: in every
@@ -359,7 +359,7 @@ def test_a_plan_that_offloads_is_refused():
             call()
 
 
-def test_a_model_that_changed_after_a_call_is_taken_as_it_is():
+def test_models_changed_after_a_call_are_taken():
     """Another layer in a module: as by a gradient that was never called before."""
     called, model = jdp.value_and_grad(net_loss, plan_of()), jdp.init(net, plan_of(), rng=KEY)
     first = called(model, batch_of(), KEY)

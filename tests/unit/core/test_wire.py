@@ -89,7 +89,7 @@ def test_rounding_is_right_on_average_and_small(wire, strategy, mesh, settings):
             assert 1e-5 < off[1] < off[0] / 6 and off[0] < 0.03 * np.std(once), (name, off)
 
 
-def test_steps_microbatches_layers_and_devices_each_draw_their_own_rounding():
+def test_rounding_is_drawn_anew_everywhere():
     """All have the same gradient: ones, and halves of an int8 code, each rounded up in k of 2 x 8 draws."""
     made = np.where(np.arange(64) % 2, 0.5 / 127, 1.0) * np.ones((4, 32, 1), np.float32)
 
@@ -110,7 +110,7 @@ def test_steps_microbatches_layers_and_devices_each_draw_their_own_rounding():
     assert np.abs(np.corrcoef(draws) - np.eye(8)).max() < 0.17  # of 1024 numbers: 5 sigma
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step():
+def test_a_nonfinite_gradient_skips_the_step():
     plan = plan_of("zero1")
     state, step = start(plan), jdp.make_train_step(linear, plan, wire="int8", check_loss=False, donate=False)
     for name, bad in [("a", np.nan), ("a", np.inf), ("a", -np.inf), ("w", 0), ("w", np.nan)]:
@@ -142,7 +142,7 @@ def report_of(strategy, wire, target=None, **settings):
     [*(("int8", 0.27, strategy) for strategy in ("ddp", "zero1", "zero3")), ("bf16", 0.51, "zero3")],
 )
 @pytest.mark.default_ids("int8-0.27-zero3")
-def test_gradients_take_a_share_of_the_bytes_and_the_contract_knows_them(strategy, wire, most):
+def test_encoded_gradients_take_their_share_of_bytes(strategy, wire, most):
     """`bias` is too small to shard, and sent as it is."""
 
     def reduced(report):

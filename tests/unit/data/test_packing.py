@@ -24,7 +24,7 @@ def packed(sizes, length=LENGTH):
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=40).filter(lambda sizes: max(sizes) > 1),
     length=st.integers(1, 20),
 )
-def test_every_token_of_a_document_is_a_target_once(sizes, length):
+def test_every_token_is_a_target_once(sizes, length):
     samples = packed(sizes, length)
     firsts = set(samples.bounds[:-1].tolist())
     rows = [samples[index] for index in range(len(samples))]

@@ -131,7 +131,7 @@ def updates_of(made):
 
 
 @pytest.mark.parametrize("name", typing.get_args(RuleName))
-def test_a_key_is_refused_if_it_changes_no_update(name):
+def test_keys_that_change_no_update_are_refused(name):
     plain = experiment(optimizer={"name": name})
     for key, value in OTHER.items():
         changed = plain.model_copy(update={"optimizer": plain.optimizer.model_copy(update={key: value})})  # not checked

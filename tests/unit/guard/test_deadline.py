@@ -89,7 +89,7 @@ class Service:
 
 
 @pytest.mark.parametrize("other", ["stopped", "saving", "left", "lives"])
-def test_process_0_notices_who_is_silent_in_a_step_before_jax_does(monkeypatch, other):
+def test_process_0_notices_silence_before_jax(monkeypatch, other):
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(module.time, "time", lambda: now[0])
@@ -119,7 +119,7 @@ def test_a_loop_that_moves_is_left_alone(tmp_path):
             time.sleep(0.2)  # longer together than the limit, and no single step
 
 
-def test_xlas_own_timeout_is_set_on_gpus_only_and_never_over_a_users(monkeypatch):
+def test_xlas_timeout_is_set_on_gpus_only(monkeypatch):
     flag = "--xla_gpu_execution_terminate_timeout"
     environment = {"XLA_FLAGS": "--one"}
     monkeypatch.setattr(module, "visible_gpus", lambda environment: [])

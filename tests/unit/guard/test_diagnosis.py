@@ -48,7 +48,7 @@ def test_it_finished(tmp_path):
     assert found.words[-1].startswith("Goodput ")
 
 
-def test_who_failed_first_is_named_and_not_who_lost_it(tmp_path):
+def test_the_first_failure_is_named(tmp_path):
     lost = event(1028.2, "failed", error="JaxRuntimeError: closed by peer", at=[], lost_peer=True, step=20)
     own = event(1028.6, "failed", error="KeyError: 'x'", at=["a.py:3 in f", "b.py:5 in g"], step=20)
     found = asked(tmp_path, [*loop(0), lost], [*loop(1), own])
@@ -81,7 +81,7 @@ def test_the_supervisor_knows_who_ended_first(tmp_path):
     assert found.words[1] == "jdp launch: process 1 of 2 ended with signal 11 (SIGSEGV)."
 
 
-def test_an_end_in_another_visit_is_not_this_ones(tmp_path):
+def test_ends_of_other_visits_do_not_count(tmp_path):
     """A container that starts again has the same name and the same process numbers."""
     ends = [ended(1010.0, 1, lost_peer=False), ended(2031.0, 1, lost_peer=False)]
     logs = ([*loop(rank, steps=19 + rank), *loop(rank, began=2000.0)] for rank in (0, 1))
@@ -157,7 +157,7 @@ def test_what_makes_it_slow(tmp_path, parts, words, slow):
     assert found.slow == slow
 
 
-def test_the_first_line_names_the_one_cause_unless_it_failed(tmp_path, capsys):
+def test_the_first_line_names_the_cause(tmp_path, capsys):
     (tmp_path / "experiment.toml").touch()
     asked(tmp_path, [*loop(0, of=1, data=0.61, wait=0.3), event(1029.0, "finished", step=20)])
     assert main(["why", str(tmp_path)]) == 0
@@ -211,7 +211,7 @@ def test_earlier_visits_are_told_in_short(tmp_path):
     assert found.goodput.visits == 2
 
 
-def test_a_process_that_died_before_it_recorded_is_not_judged_by_its_last_visit(tmp_path):
+def test_earlier_visits_do_not_judge_a_process(tmp_path):
     left = event(1029.0, "finished", step=20)
     lost = event(2010.0, "failed", error="closed by peer", at=[], lost_peer=True, step=0)
     found = asked(tmp_path, [*loop(0), left, *loop(0, began=2000.0, steps=0), lost], [*loop(1), left])

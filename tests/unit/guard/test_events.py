@@ -12,7 +12,7 @@ from jdp.guard.watch import Watch
 from jdp.launch.events import EventLog, history, read, read_logs
 
 
-def test_a_file_is_set_aside_when_it_has_grown_and_nothing_of_the_account_is_lost(tmp_path):
+def test_grown_logs_keep_the_account(tmp_path):
     log = EventLog(
         tmp_path / "events" / "rank-00003.jsonl", account=lambda events: asdict(account(events)), limit_bytes=2000
     )
@@ -45,7 +45,7 @@ def test_many_incidents_leave_the_visit_known(tmp_path):
     assert incidents[-1]["step"] == 800 and len(incidents) >= 400
 
 
-def test_a_half_written_line_is_ended_and_left_out(tmp_path):
+def test_half_written_lines_are_left_out(tmp_path):
     (tmp_path / "rank-00000.jsonl").write_text('{"time": 1.0, "event": "start"}\n{"time": 2.0, "eve')
     log = EventLog(tmp_path / "rank-00000.jsonl")
     log.event("resumed", step=4)
@@ -74,7 +74,7 @@ def test_hostile_files_are_not_believed(tmp_path):
     assert read_logs(tmp_path / "nowhere", "rank") == {}
 
 
-def test_a_disk_that_cannot_be_written_stops_the_log_only(tmp_path, monkeypatch, capsys):
+def test_an_unwritable_disk_stops_only_the_log(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jdp.base.notices._said", set())
     (tmp_path / "file").write_text("")
     log = EventLog(tmp_path / "file" / "rank-00000.jsonl")

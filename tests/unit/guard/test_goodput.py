@@ -32,7 +32,7 @@ def test_a_calm_visit():
     assert spent.words().startswith("goodput 35 % of 27 s; starting 22 %, compiling 18 %, making or restoring")
 
 
-def test_steps_that_a_crash_lost_are_not_useful_and_the_time_between_visits_is_idle():
+def test_lost_steps_are_not_useful_time():
     """Killed at step 11; the second visit resumes from 8 and is born 60 seconds later."""
     spent = account([*visit(100.0, 0, range(1, 12)), *visit(185.0, 8, range(9, 14), left="finished")])
     assert (spent.visits, spent.idle) == (2, 60.0)
@@ -42,7 +42,7 @@ def test_steps_that_a_crash_lost_are_not_useful_and_the_time_between_visits_is_i
     assert sum(spent.parts.values()) == pytest.approx(spent.total)
 
 
-def test_a_visit_that_had_nothing_to_do_is_left_out():
+def test_visits_with_nothing_to_do_are_left_out():
     calm = visit(100.0, 0, range(1, 12), left="finished")
     looked = [
         {"time": 9000.0, "event": "start", "began": 8990.0},
@@ -52,7 +52,7 @@ def test_a_visit_that_had_nothing_to_do_is_left_out():
     assert account([*calm, *looked]) == account(calm)
 
 
-def test_a_file_that_follows_another_goes_on_from_its_account():
+def test_following_files_continue_the_account():
     events = [*visit(100.0, 0, range(1, 12)), *visit(185.0, 8, range(9, 14), left="finished")]
     for cut in range(1, len(events)):
         before = {"time": 0.0, "event": "before", **asdict(account(events[:cut]))}

@@ -54,7 +54,7 @@ def trainer(request):
 
 
 @pytest.mark.default_ids("zero3")
-def test_nan_in_the_batch_is_named_with_its_rows(trainer):
+def test_nan_in_batches_is_named_with_rows(trainer):
     finding = trainer.finding(done=7, x=[3, 9])
     (bad,) = finding.batch
     assert (bad.path, bad.places, finding.processes, finding.params) == ("x", (3, 9), (0,), ())
@@ -74,7 +74,7 @@ def test_gradients_break_where_the_backward_pass_does(trainer):
 
 
 @pytest.mark.default_ids("ddp")
-def test_parameters_that_are_not_finite_come_before_the_loss(trainer):
+def test_nonfinite_parameters_come_before_the_loss(trainer):
     state, plan = trainer.state, trainer.step.plan
     broken = state.params["out"]["c"].at[2].set(jnp.inf)
     trainer.state = jdp.place(dataclasses.replace(state, params={**state.params, "out": {"c": broken}}), plan)
@@ -83,7 +83,7 @@ def test_parameters_that_are_not_finite_come_before_the_loss(trainer):
     assert finding.sentences[0] == f"Before step 1 parameters were not finite: {finding.params[0]}."
 
 
-def test_an_update_that_is_not_finite_is_named_with_its_leaves(trainer):
+def test_nonfinite_updates_are_named_with_leaves(trainer):
     """A learning rate of NaN, after a gradient that is finite."""
     trainer.state = jdp.init_state(init, optax.sgd(jnp.nan, momentum=0.9), trainer.step.plan, rng=jax.random.key(0))
     finding = trainer.finding()
@@ -96,7 +96,7 @@ def test_an_update_that_is_not_finite_is_named_with_its_leaves(trainer):
     )
 
 
-def test_the_gradients_are_in_the_order_of_the_backward_pass_also_in_bf16():
+def test_gradients_keep_the_backward_order():
     plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
     state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     for precision in ("fp32", "bf16"):
@@ -106,7 +106,7 @@ def test_the_gradients_are_in_the_order_of_the_backward_pass_also_in_bf16():
         assert names[0] == "c" and names[-1] == "a" and {*names[1:3]} == {"b", "bias"}
 
 
-def test_an_inspection_of_encoded_gradients_sees_them_before_they_are_encoded():
+def test_inspections_see_gradients_before_encoding():
     plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
     state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     step = jdp.make_train_step(loss, plan, wire="int8", check_loss=False)

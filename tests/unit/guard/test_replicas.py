@@ -32,7 +32,7 @@ def with_param(state, name, leaf):
     return dataclasses.replace(state, params={**state.params, name: leaf})
 
 
-def test_replicas_are_equal_after_the_start_and_every_leaf_that_is_replicated_is_compared():
+def test_every_replicated_leaf_is_compared():
     replicated = len(jax.tree.leaves(state_of(plan_of())))
     assert check_replicas(state_of(plan_of())) == replicated
     zero, kept = state_of(plan_of("zero1")), 0
@@ -45,7 +45,7 @@ def test_replicas_are_equal_after_the_start_and_every_leaf_that_is_replicated_is
 
 @pytest.mark.parametrize("bit", [0, 13, 22, 31])
 @pytest.mark.parametrize("word", [0, 77, 127])
-def test_any_flipped_bit_is_found_and_its_device_and_leaf_are_named(word, bit):
+def test_flipped_bits_are_named_with_their_device(word, bit):
     state, device = state_of(plan_of()), jax.devices()[5]
     wrong = with_param(state, "kernel", flipped(state.params["kernel"], device, word=word, bit=bit))
     said = r"device 5 \(cpu, number 5 of process 0\) differs from .* in params/kernel: "
@@ -55,7 +55,7 @@ def test_any_flipped_bit_is_found_and_its_device_and_leaf_are_named(word, bit):
     assert difference.path == "params/kernel" and difference.devices == (device,) and len(difference.agreeing) == 7
 
 
-def test_a_sign_of_zero_and_the_payload_of_a_nan_count():
+def test_signs_of_zero_and_nan_payloads_count():
     state = state_of(plan_of())
     zeros = flipped(state.params["bias"], jax.devices()[2], bit=31)  # -0.0, which equals 0.0
     with pytest.raises(CorruptState, match="device 2"):

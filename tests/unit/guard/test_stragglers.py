@@ -21,7 +21,7 @@ from jdp.guard.stragglers import HostTimes, straggler
         ({0: 0.0, 1: 1.0}, 0.0, None, None),
     ],
 )
-def test_the_latest_is_named_if_it_costs_more_than_5_percent(late, step, process, cost):
+def test_stragglers_above_5_percent_are_named(late, step, process, cost):
     found = straggler(late, step)
     assert (found and found.process, found and pytest.approx(found.cost)) == (process, cost)
 
@@ -84,7 +84,7 @@ def take_steps(times, clock, done, *, host, ready=True):
     return lines[2]
 
 
-def test_a_straggler_is_named_once_and_so_is_its_end(store, clock):
+def test_stragglers_and_their_end_are_named_once(store, clock):
     times, said, other = HostTimes(3), {}, [[-1, 0, 0]]
     for number, late in enumerate([0.9, 0.9, 0.9, 0.9, 0.0, 0.0, 0.0, 0.9, 0.0], start=1):
         other = [other[-1], [number, late, 1.0]]
@@ -98,7 +98,7 @@ def test_a_straggler_is_named_once_and_so_is_its_end(store, clock):
     assert len(store) == 2, "keys are written over"
 
 
-def test_a_host_that_runs_ahead_of_its_devices_is_not_late(store, clock):
+def test_hosts_ahead_of_devices_are_not_late(store, clock):
     times = HostTimes(3)
     take_steps(times, clock, 0, host=0.9, ready=False)
     take_steps(times, clock, 3, host=0.9)

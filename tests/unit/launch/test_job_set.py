@@ -48,7 +48,7 @@ def test_it_restarts_as_one_and_fails_for_mistakes(job_set):
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 
 
-def test_pods_find_pod_0_by_the_name_that_the_job_set_gives_it(job_set):
+def test_pods_find_pod_0_by_job_set_name(job_set):
     name, job = job_set["metadata"]["name"], job_of(job_set)
     (container,) = job["template"]["spec"]["containers"]
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}

@@ -52,7 +52,7 @@ def compiled_for_h100s(strategy, *, partitioning=None, model=1, **changes):
     ids=["zero3", "auto partitioning", "xla"],
 )
 @pytest.mark.default_ids("zero3")
-def test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more(strategy, changes, expected):
+def test_compiled_for_h100s_auto_is_cudnn(strategy, changes, expected):
     compiled, verdict = compiled_for_h100s(strategy, **changes)
     text = compiled.text
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == expected
@@ -67,7 +67,7 @@ def test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more(strategy, c
 
 @pytest.mark.rest
 @pytest.mark.aot
-def test_heads_and_a_vocabulary_sharded_over_model_stay_where_they_are():
+def test_sharded_heads_and_vocabulary_stay_put():
     compiled, verdict = compiled_for_h100s("zero1", model=2, layers=2, remat="full")
     assert 'custom_call_target="__cudnn$fmhaSoftmaxBackward"' in compiled.text
     assert verdict.kept, verdict.breaches
@@ -75,7 +75,7 @@ def test_heads_and_a_vocabulary_sharded_over_model_stay_where_they_are():
 
 
 @pytest.mark.aot
-def test_what_is_traced_for_described_gpus_leaves_this_machine_as_it_was():
+def test_tracing_for_described_gpus_changes_nothing_here():
     devices = target("a100:1x1").devices
     with tracing_on(jdp.make_mesh(devices=devices)), answered_for(devices[0], 91_000):
         assert traced_device() is devices[0]
@@ -119,7 +119,7 @@ def test_the_version_of_cudnn_is_the_descriptions():
 @pytest.mark.parametrize(
     ("dtype", "bound", "window"), [(jnp.float32, 1e-5, None), (jnp.bfloat16, 3e-2, None), (jnp.float32, 1e-5, 40)]
 )
-def test_on_a_cpu_blocks_of_queries_give_what_the_whole_gives(dtype, bound, window):
+def test_on_cpus_query_blocks_equal_the_whole(dtype, bound, window):
     rng = np.random.default_rng(0)
     query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 128, heads, 8)), dtype) for heads in (4, 2, 2, 4))
     forms = (functools.partial(attend, causal=True, window=window, by=by) for by in ("auto", "xla"))

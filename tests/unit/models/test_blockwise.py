@@ -31,7 +31,7 @@ CONFIG = GPTConfig(
     ids=["causal", "all", "window"],
 )
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)])
-def test_blocks_give_what_the_whole_gives_forward_and_backward(dtype, bound, causal, seen):
+def test_blocks_equal_the_whole_forward_and_backward(dtype, bound, causal, seen):
     rng = np.random.default_rng(0)
     query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), dtype) for heads in (4, 2, 2, 4))
     run = jnp.asarray(np.sort(rng.integers(0, 6, (2, 150)), axis=1), jnp.int32)  # documents end anywhere in a block
@@ -44,7 +44,7 @@ def test_blocks_give_what_the_whole_gives_forward_and_backward(dtype, bound, cau
         np.testing.assert_allclose(np.float32(ours), np.float32(theirs), atol=bound, rtol=bound)
 
 
-def test_a_block_is_as_large_as_its_scores_may_be():
+def test_block_sizes_follow_their_scores():
     assert [block_size(4, length, 32) for length in (300, 512, 513, 1000, 2048)] == [320, 512, 320, 512, 512]
     assert [block_size(rows, 8192, 32) for rows in (1, 4, 64)] == [1024, 512, 256]
 
@@ -68,7 +68,7 @@ def gradient(length, remat):
 
 @pytest.mark.rest
 @pytest.mark.aot
-def test_a_model_traced_for_gpus_has_the_losses_and_gradients_of_one_traced_for_cpus():
+def test_traced_for_gpus_equals_traced_for_cpus():
     traced, plain, model = gradient(1100, "full")
     assert "1100,1100]" not in str(traced)
     ours = jax.jit(jax.extend.core.jaxpr_as_fun(traced))(*jax.tree.leaves(model))
@@ -79,7 +79,7 @@ def test_a_model_traced_for_gpus_has_the_losses_and_gradients_of_one_traced_for_
 @pytest.mark.aot
 @pytest.mark.parametrize(("remat", "exponentials"), [("dots", 4), ("full", 6)])
 @pytest.mark.default_ids("dots-4")
-def test_dots_keeps_what_attention_returns_so_that_it_runs_forward_once(remat, exponentials):
+def test_dots_runs_attention_forward_once(remat, exponentials):
     traced, _, _ = gradient(1100, remat)
     assert str(traced).count("= exp ") == exponentials  # two in a pair forward, one backward; the loss' one
 
@@ -87,7 +87,7 @@ def test_dots_keeps_what_attention_returns_so_that_it_runs_forward_once(remat, e
 @pytest.mark.rest
 @pytest.mark.aot
 @pytest.mark.parametrize(("strategy", "partitioning"), [("zero3", None), ("ddp", "auto")])
-def test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends_more(strategy, partitioning):
+def test_compiled_for_h100s_nothing_is_quadratic(strategy, partitioning):
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), strategy)
     compiled, verdict = compiled_step("h100:1x8", CONFIG, plan, "segments", partitioning=partitioning)
     assert "2048,2048]" not in compiled.text

@@ -26,7 +26,7 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.default_ids("llama")
-def test_logits_through_the_cache_are_those_of_the_whole_forward_pass(name):
+def test_cached_logits_equal_the_forward_pass(name):
     """Bound: float32 sums in another order, for logits of size one to ten."""
     model = make(CONFIGS[name])
     context, first = model.config.context, model.config.context - 3
@@ -45,7 +45,7 @@ def test_logits_through_the_cache_are_those_of_the_whole_forward_pass(name):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", ["gpt2", "qwen"])
-def test_prompts_of_unequal_lengths_share_the_programs_and_are_each_continued_as_alone(name):
+def test_unequal_prompts_continue_as_alone(name):
     """Each token is the likeliest of the whole forward pass on the tokens before it."""
     model = make(CONFIGS[name])
     for size in (1, 3, 5):
@@ -64,7 +64,7 @@ def test_the_draws_are_those_of_generate(draw):
 
 
 @pytest.mark.rest
-def test_top_p_draws_among_the_likeliest_that_have_the_probability():
+def test_top_p_draws_among_the_likeliest():
     """0.5, 0.3, 0.15, 0.05: of 0.7 the first two, of 0.4 and less the first alone."""
     logits = jnp.log(jnp.tile(jnp.array([[0.15, 0.5, 0.05, 0.3]]), (200, 1)))
     for top_p, tokens in ((1.0, {0, 1, 2, 3}), (0.9, {0, 1, 3}), (0.7, {1, 3}), (0.4, {1}), (1e-6, {1})):

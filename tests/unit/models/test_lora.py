@@ -35,7 +35,7 @@ def leaves(model, kind=nnx.Param):
 
 @pytest.mark.rest
 @FORMS
-def test_a_model_with_updates_starts_as_the_one_without_bit_for_bit(scan):
+def test_a_model_with_updates_starts_unchanged(scan):
     base, model = leaves(make(scan)), leaves(make(scan, 3))
     assert base.keys() < model.keys()
     for path, leaf in base.items():
@@ -44,7 +44,7 @@ def test_a_model_with_updates_starts_as_the_one_without_bit_for_bit(scan):
 
 
 @FORMS
-def test_every_kernel_of_the_layers_has_an_update_and_nothing_else_does(scan):
+def test_only_kernels_of_layers_have_updates(scan):
     model = make(scan, 3)
     updates, rest = leaves(model, nnx.LoRAParam), leaves(make(scan))
     kernels = [path.removesuffix("kernel") for path in rest if path.startswith("layers") and path.endswith("kernel")]
@@ -58,7 +58,7 @@ def test_every_kernel_of_the_layers_has_an_update_and_nothing_else_does(scan):
         assert float(down.std()) == pytest.approx((3 * kernel.shape[-2]) ** -0.5, rel=0.34), path
 
 
-def test_the_update_is_the_product_times_alpha_over_rank():
+def test_the_update_is_scaled_by_alpha_over_rank():
     model, merged = nnx.clone(make(True, 3)), nnx.clone(make(True))
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         if path[-1] == "lora_b":

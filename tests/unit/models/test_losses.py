@@ -22,7 +22,7 @@ SMALL = 4 * BATCH * 5 * VOCABULARY  # five positions of thirteen: chunks of 5, 5
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-6), (jnp.bfloat16, 8e-3)], ids=["fp32", "bf16"])
 @pytest.mark.default_ids("fp32-tied", "bf16-untied")
-def test_chunks_have_the_loss_and_the_gradients_of_the_whole(dtype, bound, tied):
+def test_chunks_have_the_wholes_loss_and_gradients(dtype, bound, tied):
     features = jax.random.normal(KEYS[2], (BATCH, LENGTH, WIDTH)).astype(dtype)
     head = jax.random.normal(KEYS[3], (VOCABULARY, WIDTH) if tied else (WIDTH, VOCABULARY)).astype(dtype)
 
@@ -52,7 +52,7 @@ def test_chunks_have_the_loss_and_the_gradients_of_the_whole(dtype, bound, tied)
             np.testing.assert_allclose(mine, other, rtol=0, atol=bound * np.abs(other).max())
 
 
-def test_one_reduction_is_the_logsumexp_however_wide_the_logits_are():
+def test_one_reduction_is_the_logsumexp():
     rows = [[-300.0, 4.0, 300.0, 299.0], [-1e30, -1e30, -5.0, -1e30], [0.0, 0.0, 0.0, 0.0]]
     logits = np.array(rows, np.float32)
     normaliser, total = jax.jit(lambda logits: _in_one_pass(_within(logits, 3), logits))(logits)
@@ -108,7 +108,7 @@ def test_over_devices_strategies_and_microbatches_chunks_change_nothing():
 @pytest.mark.aot
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
 @pytest.mark.default_ids("manual")
-def test_compiled_for_h100s_the_head_is_gathered_and_reduced_once(partitioning):
+def test_compiled_for_h100s_heads_are_sent_once(partitioning):
     step, state = made("zero3", jax.devices(), SMALL // 8, jdp.abstract_state, partitioning=partitioning)
     verdict = jdp.verify(step, state, DATA, "h100:1x8", cache=False)
     assert verdict.kept, verdict.breaches
@@ -118,7 +118,7 @@ def test_compiled_for_h100s_the_head_is_gathered_and_reduced_once(partitioning):
 # Scores.
 
 
-def test_a_rank_is_the_place_in_a_stable_order():
+def test_ranks_are_places_in_a_stable_order():
     rng = np.random.default_rng(0)
     logits = rng.integers(0, 4, (200, 7)).astype(np.float32)  # many are equal
     labels = rng.integers(0, 7, 200)
@@ -133,7 +133,7 @@ def test_a_rank_is_the_place_in_a_stable_order():
 @pytest.mark.rest
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [2**20, 5 * 2 * 11 * 4, 1])
-def test_scores_are_the_same_in_chunks_and_add_up_to_the_loss(tied, chunk_bytes):
+def test_scores_in_chunks_add_up(tied, chunk_bytes):
     """Bound: float32 sums of four products in another order."""
     rng = np.random.default_rng(1)
     features, targets = rng.normal(size=(2, 13, 4)).astype(np.float32), rng.integers(0, 11, (2, 13))

@@ -130,7 +130,7 @@ def test_logits_are_those_of_a_plain_reference(config):
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_the_loss_is_the_weighted_sum_of_cross_entropies():
+def test_the_loss_is_weighted_cross_entropies():
     logits = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32) + np.float32(1000)
     targets, weights = np.array([[0, 1, 2], [3, 4, -1]]), np.array([[1, 1, 0.5], [2, 0, 0]])
     probability = np.exp(logits.astype(np.float64) - 1000)
@@ -170,7 +170,7 @@ def loss_and_gradients(config, scan, remat):
     ],
 )  # the loop does not know what is in a layer
 @pytest.mark.default_ids("config3-True-dots")
-def test_every_form_of_the_layer_loop_has_the_same_loss_and_gradients(config, scan, remat):
+def test_layer_loops_agree_in_loss_and_gradients(config, scan, remat):
     value, gradients = loss_and_gradients(config, True, None)
     other, others = loss_and_gradients(config, scan, remat)
     assert other == pytest.approx(value, rel=1e-5)
@@ -188,7 +188,7 @@ def half(model):
 
 @STYLES
 @pytest.mark.default_ids("llama")
-def test_sixteen_bit_parameters_compute_in_sixteen_bits_and_give_float32_logits(config):
+def test_sixteen_bit_parameters_give_float32_logits(config):
     model = half(make(config))
     features, logits = jax.eval_shape(lambda: (model.features(TOKENS), model(TOKENS)))
     assert (features.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
@@ -207,7 +207,7 @@ def test_sixteen_bit_parameters_compute_in_sixteen_bits_and_give_float32_logits(
     assert not [line for line in sums if "bf16" in line]  # on a GPU they would also be added up in bf16
 
 
-def test_gradients_of_a_token_or_position_are_not_lost_in_sixteen_bits():
+def test_embedding_gradients_survive_sixteen_bits():
     """In bfloat16 256 + 1 is 256: a running sum of ones would stop there."""
     tokens = jnp.full((8, 500), 5)
     embed = half(jit(lambda: gpt.Embedding(dataclasses.replace(GPT2, context=500), rngs=nnx.Rngs(0)))())
@@ -250,7 +250,7 @@ def next_logits(model, tokens):
 @pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(GPT2, tied=False)], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("prompt", [1, 6, 11])  # total 6, 11 and 16 tokens, context 8
 @pytest.mark.default_ids("1-llama")
-def test_greedy_sampling_takes_the_likeliest_token_of_a_plain_forward_pass(config, prompt):
+def test_greedy_sampling_takes_the_likeliest_token(config, prompt):
     model, given = make(config), jax.random.randint(KEY, (2, prompt), 0, 19)
     tokens = generate(model, given, length=5, temperature=0, rng=KEY)
     assert (tokens.shape, tokens.dtype) == ((2, prompt + 5), given.dtype)
@@ -260,7 +260,7 @@ def test_greedy_sampling_takes_the_likeliest_token_of_a_plain_forward_pass(confi
 
 
 @pytest.mark.rest
-def test_sampling_draws_among_the_likeliest_and_follows_its_key():
+def test_sampling_follows_its_key():
     model, prompt = make(LLAMA), jnp.tile(TOKENS[:1, :3], (64, 1))
     sample = jax.jit(lambda rng: generate(model, prompt, length=9, temperature=50.0, top_k=3, rng=rng))
     tokens = sample(KEY)
@@ -273,7 +273,7 @@ def test_sampling_draws_among_the_likeliest_and_follows_its_key():
     assert generate(model, prompt[:1], length=1, temperature=50.0, top_k=1, rng=KEY)[0, 3] == best[0, 0, 0]
 
 
-def test_initial_values_are_gpt2s_and_the_first_loss_is_uniform():
+def test_initial_values_are_gpt2s():
     config = dataclasses.replace(GPT2, layers=4, width=256, vocab_size=512, context=64)
     model = jit(lambda: GPT(config, rngs=nnx.Rngs(0)))()
     stds = {path: float(leaf.std()) for path, leaf in leaves(model).items()}
@@ -329,7 +329,7 @@ def packed(segments, **changes):
         ),
     ],
 )
-def test_what_breaks_a_rule_is_refused_with_the_rule_the_values_and_the_fix(wrong, words):
+def test_broken_rules_are_refused_with_the_fix(wrong, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(LLAMA, **wrong) if isinstance(wrong, dict) else wrong()
 

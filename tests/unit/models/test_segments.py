@@ -28,7 +28,7 @@ def padded(row, start, end):
 
 @STYLES
 @pytest.mark.default_ids("llama", "window")
-def test_a_packed_document_has_the_logits_that_it_has_alone(config):
+def test_packed_documents_have_their_own_logits(config):
     model = make(config)
     packed, plain = np.asarray(forward(model, TOKENS, PACKED)), np.asarray(forward(model, TOKENS))
     assert np.any(np.abs(packed - plain)[:, 5:] > 0.1)  # what the segments shut out mattered
@@ -38,7 +38,7 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(config):
         np.testing.assert_allclose(packed[row, start:end], alone[0, : end - start], rtol=1e-4, atol=1e-4)
 
 
-def test_a_packed_batch_has_the_gradients_of_its_documents():
+def test_packed_batches_have_their_documents_gradients():
     model = make(GPT2)
 
     def total(model, tokens, segments, weights):
@@ -56,7 +56,7 @@ def test_a_packed_batch_has_the_gradients_of_its_documents():
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-5 * largest, err_msg=jax.tree_util.keystr(path))
 
 
-def test_positions_begin_anew_and_a_number_that_comes_back_is_another_document():
+def test_positions_begin_anew_in_each_document():
     segments = Segments.of(jnp.array([[4, 4, 4, 2, 2, 4, 0, 0]]))
     np.testing.assert_array_equal(segments.position, [[0, 1, 2, 0, 1, 0, 0, 1]])
     np.testing.assert_array_equal(segments.run, [[0, 0, 0, 1, 1, 2, 3, 3]])

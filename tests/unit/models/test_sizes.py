@@ -55,7 +55,7 @@ def abstract_forward(config):
 
 
 @pytest.mark.parametrize("config", [SIZES["resnet-18"], BOTTLENECK, dataclasses.replace(VIT, scan=False)])
-def test_flops_are_three_times_those_of_the_forward_pass(config):
+def test_flops_are_three_times_the_forward_pass(config):
     f, model, image = abstract_forward(config)
     structure, state = nnx.split(model)
     traced = jax.jit(lambda state, x: f(nnx.merge(structure, state), x)).trace(state, image)

@@ -112,7 +112,7 @@ def normalised(norm, x, mask):
     return y, norm.mean[...], norm.var[...]
 
 
-def test_statistics_are_over_all_devices_weighted_rows_however_unevenly_distributed():
+def test_statistics_cover_all_weighted_rows():
     x = jax.random.normal(jax.random.key(3), (16, 3, 3, 4)) * 2 + 1
     mask = jnp.arange(16) < 9  # four devices with both rows, one with one, three with none
     expected = normalised(BatchNorm(4, rngs=nnx.Rngs(0)), x, mask)
@@ -127,7 +127,7 @@ def test_statistics_are_over_all_devices_weighted_rows_however_unevenly_distribu
     np.testing.assert_allclose(expected[1], 0.01 * x[:9].mean((0, 1, 2)), rtol=1e-4, atol=1e-6)
 
 
-def test_a_batch_of_padding_leaves_the_averages_alone_and_is_finite():
+def test_padding_leaves_the_averages_alone():
     norm = BatchNorm(4, rngs=nnx.Rngs(0))
     y, mean, variance = normalised(norm, jnp.ones((2, 3, 3, 4)), jnp.zeros(2, bool))
     assert jnp.all(jnp.isfinite(y)) and jnp.all(mean == 0) and jnp.all(variance == 1)
@@ -135,7 +135,7 @@ def test_a_batch_of_padding_leaves_the_averages_alone_and_is_finite():
 
 @both
 @pytest.mark.default_ids("basic")
-def test_a_resnet_is_its_formula_and_rows_of_weight_zero_leave_no_trace_in_it(config):
+def test_a_resnet_is_its_formula(config):
     plain = Plain(make(config), counted=np.asarray(WEIGHTS != 0))
     expected = plain.logits(pictures(config))
     logits, statistics = trained_once(config)
@@ -148,7 +148,7 @@ def test_a_resnet_is_its_formula_and_rows_of_weight_zero_leave_no_trace_in_it(co
         np.testing.assert_allclose(value, plain.after[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_in_evaluation_a_resnet_uses_its_averages_and_keeps_them():
+def test_evaluation_uses_a_resnets_averages():
     model = nnx.clone(make(BASIC))
     model.eval()
     images = pictures(BASIC)
@@ -201,7 +201,7 @@ def test_a_vit_starts_as_its_authors_code():
         assert leaf.std() == pytest.approx(special.get(path, std), rel=0.1), path
 
 
-def test_the_classification_loss_is_weighted_and_counts_what_is_right():
+def test_the_classification_loss_is_weighted():
     logits = jnp.array([[2.0, 0, 0], [0, 1, 0], [0, 0, 3], [5, 0, 0]])
     labels, weights = jnp.array([0, 2, 2, -1]), jnp.array([1.0, 2.0, 0.5, 0.0])
     total, weight, correct = jax.jit(classification_loss)(logits, labels, weights)
@@ -224,6 +224,6 @@ def test_the_classification_loss_is_weighted_and_counts_what_is_right():
         (lambda: make(VIT)(jnp.ones((2, 12, 8, 2))), r"image_size\(8\) pixels .*; given float32\[2, 12, 8, 2\]"),
     ],
 )
-def test_what_breaks_a_rule_is_refused_with_the_rule_the_values_and_the_fix(wrong, words):
+def test_broken_rules_are_refused_with_the_fix(wrong, words):
     with pytest.raises(ValueError, match=words):
         wrong()

@@ -27,7 +27,7 @@ def test_every_finding_is_on_the_page_and_escaped():
     assert page.index("Step 20") < page.index("Step 10")
 
 
-def test_a_run_without_findings_has_no_section_of_them():
+def test_runs_without_findings_lack_the_section():
     page = run_page([run_of(), run_of("b")])
     assert not [name for name in ("Samples", "Evaluated data") if name in page]
 

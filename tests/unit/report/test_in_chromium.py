@@ -86,7 +86,7 @@ def test_a_page_is_readable_and_quiet(browser, pages, name, look):
 
 
 @pytest.mark.parametrize("name", ["run", "runs", "plan"])
-def test_letters_of_pictures_can_be_read_on_a_phone(browser, pages, name):
+def test_letters_can_be_read_on_a_phone(browser, pages, name):
     browser.open(pages(name), **LOOKS["phone"])
     letters = browser.evaluate(LETTERS)
     assert letters and min(letters) >= SMALLEST

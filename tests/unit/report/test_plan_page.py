@@ -211,7 +211,7 @@ def test_paths_begin_at_their_package():
 @pytest.mark.parametrize(
     ("held", "unit", "limit"), [(5 * 2**20, "MiB", "beyond the axis"), (40 * 2**30, "GiB", "dashed")]
 )
-def test_the_axis_of_memory_is_in_the_unit_of_what_is_held(held, unit, limit):
+def test_the_memory_axis_has_the_bytes_unit(held, unit, limit):
     found = read(forecast_of(outlook_of(memory=Memory(parameters=held), headroom=ROOM)))
     assert f" {unit} " in found.text and f"{limit}: the memory for a step, 72.4 GiB" in found.text
 
@@ -236,7 +236,7 @@ def test_hostile_names_stay_text():
     assert found.text.count('<script>alert("x")</script>') >= 10
 
 
-def test_a_breach_is_told_in_red_with_its_remedy():
+def test_breaches_are_red_with_their_remedy():
     broken = report_of(kept=False, breaches=["all-gather of 9 MiB too much. Use partitioning='manual'."])
     found = read(forecast_of(outlook_of(report=broken)))
     assert "Use partitioning='manual'." in found.text

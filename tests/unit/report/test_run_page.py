@@ -143,13 +143,13 @@ def test_several_runs_are_compared():
         (run_of(rows=[{"step": 1, "loss": 1e99, "lr": 0.0, "grad_norm": -1.0}]), "1e+99"),
     ],
 )
-def test_what_is_not_known_is_said_and_the_rest_is_there(run, expected):
+def test_unknown_values_are_said(run, expected):
     found = read(run)
     assert expected in found.text and "What happened" in found.text
 
 
 @pytest.mark.rest
-def test_many_long_runs_make_a_page_of_bounded_size():
+def test_many_long_runs_make_a_bounded_page():
     rows = [{"step": i, "loss": math.sin(i * i)} for i in range(20_000)]
     text = run_page([run_of(f"run-{i}", rows=rows) for i in range(12)])
     assert len(text.encode()) < 1_500_000
