@@ -81,13 +81,13 @@ class Run:
 
 def _gpt(width: int, heads: int, layers: int) -> GPTConfig:
     """Return MPT's shape: learned positions, layer norms and maps without bias, gelu, tied."""
-    base = GPTConfig(50_368, 2048, layers, width, heads, positions="learned", activation="gelu", norm="layer")
-    return replace(base, tied=True, scan=False, attention="cudnn")
+    base = GPTConfig(vocab_size=50_368, context=2048, layers=layers, width=width, heads=heads, positions="learned")
+    return replace(base, activation="gelu", norm="layer", tied=True, scan=False, attention="cudnn")
 
 
 def _llama(width: int, heads: int, layers: int, mlp: int, vocabulary: int, kv_heads: int | None = None) -> GPTConfig:
-    config = GPTConfig(vocabulary, 8192, layers, width, heads, kv_heads, mlp, rope_theta=500_000.0)
-    return replace(config, scan=False, attention="cudnn")
+    config = GPTConfig(vocab_size=vocabulary, context=8192, layers=layers, width=width, heads=heads, kv_heads=kv_heads)
+    return replace(config, mlp_width=mlp, rope_theta=500_000.0, scan=False, attention="cudnn")
 
 
 # llm-foundry, scripts/train/yamls/pretrain/mpt-*.yaml.

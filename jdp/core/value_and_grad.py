@@ -169,17 +169,7 @@ class ValueAndGrad(Generic[*Arguments]):
         why: the reason for it, one sentence.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_checked_forms",
-        "_last_key",
-        "_numbers",
-        "_on_meshes",
-        "_repeats",
-        "argnums",
-        "loss",
-        "wrt",
-    )
+    __slots__ = ("__weakref__", "_checked_forms", "_numbers", "_on_meshes", "argnums", "loss", "wrt")
 
     plan: Plan = read_only("loss.plan")
     settings: StepSettings = read_only("loss.settings")
@@ -190,8 +180,6 @@ class ValueAndGrad(Generic[*Arguments]):
         self.loss, self.argnums, self.wrt = loss, argnums, wrt
         self._numbers = (argnums,) if isinstance(argnums, int) else argnums
         self._on_meshes: dict[Any, ValueAndGrad[*Arguments]] = {}
-        self._last_key: Any = None
-        self._repeats = 0  # calls in a row, after the first, with the key of the call before
         self._checked_forms: set[Any] = set()  # structures, shapes and shardings of models that follow the plan
 
     def __repr__(self) -> str:
@@ -209,8 +197,11 @@ class ValueAndGrad(Generic[*Arguments]):
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
             self._check_traced(state)
             values, grads, model_state = self._compute(state, batch)
-            if not isinstance(rng, Tracer):
-                self._report_key()
+            if not isinstance(rng, Tracer) and (self.settings.wire is not None or self.loss.is_random):
+                notice(
+                    "a jitted function closes over the key of a gradient, so each call draws the same numbers: pass it "
+                    "a key as an argument, such as jax.random.fold_in(key, step)"
+                )
             return values, self._taken_apart(models, state, grads, model_state)
         self._check_models(state)
         if loss.is_of_several:
@@ -220,10 +211,6 @@ class ValueAndGrad(Generic[*Arguments]):
             loss.check_first(state, batch)
         values, grads, model_state = self.jitted(state, owned_batch(batch))
         loss.limit_run_ahead(values if isinstance(values, dict) else values[0])
-        self._repeats = self._repeats + 1 if rng is self._last_key else 0
-        self._last_key = rng
-        if self._repeats == 2:  # two gradients of a step may share a key, as for sharpness-aware minimisation
-            self._report_key()
         return values, self._taken_apart(models, state, grads, model_state)
 
     @public(_check_call)
@@ -329,14 +316,6 @@ class ValueAndGrad(Generic[*Arguments]):
                     f"{placement.path}; given {given}. Move it once: model = jdp.place(model, plan)."
                 )
         self._checked_forms.add(form)
-
-    def _report_key(self) -> None:
-        """Report numbers that are drawn again in each call, because the key is the same."""
-        if self.settings.wire is not None or self.loss.is_random:
-            notice(
-                "a gradient gets the same key in each call, so it draws the same numbers: give each call another, such "
-                "as jax.random.fold_in(key, step), and pass a jitted function its key as an argument"
-            )
 
     def _check_traced(self, state: Models) -> None:
         """Refuse a call inside of `shard_map`, and report models that a jitted function closes over."""

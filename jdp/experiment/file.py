@@ -119,7 +119,7 @@ def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
 
 
 def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, int]:
-    """Return the mesh with its -1 filled in: axis -> size.
+    """Check that the mesh and the batch fit a number of devices; return the mesh with its -1 filled in: axis -> size.
 
     Args:
         experiment: validated.

@@ -18,9 +18,7 @@ fails before all have joined fails only on its node. Such restarts go on for som
 """
 
 import contextlib
-import fcntl
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -45,7 +43,6 @@ IN_VAIN = 2
 """Largest number of restarts in a row without progress."""
 
 PAUSE_SECONDS = 1.0
-ABANDONED_SECONDS = 60.0
 UNCOUNTED_SECONDS = 300.0
 """How long a node restarts processes that fail before all nodes have joined."""
 
@@ -98,7 +95,8 @@ def launch(
     if max_restarts < 0:
         raise UserError(f"A number of restarts is 0 or more; given {max_restarts}. 0 means: end when one fails.")
     start, outputs = dict(os.environ if environment is None else environment), Outputs(clean_stdout, log_dir)
-    with _folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         restarts = Restarts(max_restarts, reports_progress, folder, several_nodes=nodes is not None, log=event_log)
         with recorded_signals() as signals:
             while True:
@@ -114,36 +112,6 @@ def launch(
         if nodes is not None and (folder / JOINED).exists():
             _wait_for_nodes(nodes)
         return 0
-
-
-@contextlib.contextmanager
-def _folder() -> Generator[Path]:
-    """Make a folder for the processes' progress, and remove those of launchers that were killed.
-
-    A launcher locks its folder until it ends, however it ends. Without locks in the file system, nothing is removed.
-    """
-    with tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True) as name:
-        handle = os.open(name, os.O_RDONLY)
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        for other in Path(name).parent.glob("jdp-launch-*"):
-            with contextlib.suppress(OSError):
-                _remove_abandoned(other)
-        try:
-            yield Path(name)
-        finally:
-            os.close(handle)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder that nobody has locked, unless it is so new that it may be locked soon. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
-            shutil.rmtree(folder)
-    finally:
-        os.close(handle)
 
 
 def _wait_for_nodes(nodes: Nodes) -> None:

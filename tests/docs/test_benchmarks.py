@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 
 import pytest
 from paths import EXPERIMENTS
@@ -29,6 +31,14 @@ def test_every_benchmark_is_run(every):
     programs = {file.stem for file in BENCHMARKS.glob("*.py") if "finish(" in file.read_text()} - {"measure"}
     assert {words[0] for words in every.RUNS} == programs
     assert len(set(every.RUNS)) == len(every.RUNS), "no run twice"
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py") if "finish(" in file.read_text()))
+def test_a_benchmark_starts(name):
+    """Its models and targets are made when it is imported; one that fails there measures nothing."""
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *(["--help"] if name != "measure" else [])]
+    subprocess.run(command, check=True, capture_output=True, cwd=BENCHMARKS.parents[1])
 
 
 def test_a_new_result_replaces_the_old(every, tmp_path, monkeypatch):
