@@ -26,6 +26,7 @@ from jdp.core.state import TrainState
 from jdp.core.types import Batch, Device
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
+from jdp.guard.deadline import capital
 from jdp.guard.nonfinite import save_batch
 from jdp.guard.replicas import CorruptState, Difference, Fingerprints, fingerprints, in_words
 from jdp.guard.stragglers import HostTimes
@@ -88,7 +89,7 @@ class Health:
             self._compare(state, step)
         self._check_until(step - AHEAD, state)
         if line := self._hosts.after(step):
-            self._watch.log.event("late", step=step, words=f"{line[:1].upper()}{line[1:]}.")
+            self._watch.log.event("late", step=step, words=f"{capital(line)}.")
             self._say(line)
         self._hosts.results()
 
@@ -201,11 +202,7 @@ class WrongDevice(CorruptState):
 
 
 def check_devices(differences: Sequence[Difference], step: int, log: EventLog) -> None:
-    """End the run if copies of the state after a step differ. All processes call it with the same differences.
-
-    Raises:
-        WrongDevice: names devices, hosts and leaves, and how to leave the host out.
-    """
+    """Raise WrongDevice if copies of the state after a step differ. All processes call it with the same differences."""
     if not differences:
         return
     host = next(filter(None, map(os.environ.get, _SCHEDULER_NAMES)), socket.gethostname())
@@ -213,7 +210,7 @@ def check_devices(differences: Sequence[Difference], step: int, log: EventLog) -
     devices = tuple(dict.fromkeys(device for each in differences for device in each.devices))
     where = dict.fromkeys(hosts[device.process_index] for device in devices)
     why = f"after step {step} {in_words(differences)}, on host {', '.join(where)}"
-    log.event("corrupt", step=step, words=f"{why[:1].upper()}{why[1:]}.")
+    log.event("corrupt", step=step, words=f"{capital(why)}.")
     if differences[0].agreeing:
         advice = leave_out(devices[0], hosts)
     else:

@@ -150,10 +150,9 @@ def numbers(values: Mapping[str, jax.Array]) -> dict[str, float]:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, non-finite values restored; a half-written last row is left out.
+    """Return the rows of a metrics.jsonl, non-finite values restored, without a half-written last row.
 
-    Raises:
-        ValueError: another line is not a row.
+    Raises ValueError if another line is not a row.
     """
     return [row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()} for row in _rows(file)]
 
