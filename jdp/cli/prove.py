@@ -46,7 +46,6 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Prove an experiment and print the proof. Raises UsageError."""
     options, overrides = parse_with_overrides(Options, "prove", arguments)
     if options.quick and options.only is not None:
         raise UsageError("--quick chooses the runs itself; given --only too: remove one of them")

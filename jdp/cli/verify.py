@@ -63,7 +63,6 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Verify an experiment and print the report."""
     options, overrides = parse_with_overrides(Options, "verify", arguments)
     if is_program(options.file):
         return _run_program(options, overrides)

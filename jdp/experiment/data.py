@@ -1,8 +1,8 @@
-"""From [data] and [eval.NAME] to data sets that fit the model; only this layer sees the file.
+"""From [data] and [eval.NAME] to data sets that fit the model.
 
 Data are opened by kind, and compared with the model's configuration: vocabulary, image size, channels, classes. The
-error for a mismatch has the value to set. The two sides of an evaluation set are joined, so each is evaluated in full;
-the held-out side of each part of a mixture is an evaluation set too. Only the training side of [data] is augmented.
+error for a mismatch has the value to set. An evaluation set is evaluated in full, so its two sides are joined; the
+held-out side of each part of a mixture is an evaluation set too. Only the training side of [data] is augmented.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Flat:
 
 @dataclass(frozen=True)
 class Sides:
-    """A data set made from images: its two sides, and their augmentation in words and for the fingerprint."""
+    """A data set made from images, as vectors or augmented."""
 
     images: ImageData
     train: Source
     heldout: Source
-    words: str
-    drawn: str = ""
+    words: str  # the augmentation, for people
+    drawn: str = ""  # the augmentation, for the fingerprint
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -81,7 +81,6 @@ def _augmented(images: Any, experiment: Experiment) -> Any:
 
 
 def open_data(experiment: Experiment) -> Any:
-    """Open the data set of [data]."""
     given = experiment.data
     if experiment.kind == "own":
         return made_data(given)
@@ -97,7 +96,6 @@ def open_data(experiment: Experiment) -> Any:
 
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
-    """Open the evaluation sets."""
     if BITS_PER_BYTE in experiment.train.eval_metrics:
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is None or tokenizer.byte_counts() is None:

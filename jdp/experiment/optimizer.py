@@ -1,7 +1,7 @@
 """From [optimizer] to optax: the learning rate over the run, and the update rule.
 
 Warm-up and schedule count global steps, so microbatches and devices do not change them. LAMB, LARS and Adafactor use
-the norm of each layer (`by_layer`). Nothing below the training loop sees the file.
+the norm of each layer (`by_layer`).
 """
 
 from __future__ import annotations

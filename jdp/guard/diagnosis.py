@@ -121,7 +121,6 @@ _DOING = {
 def diagnose(
     folder: Path, *, now: float | None = None, lives: Callable[[Seen, float], bool] | None = None
 ) -> Diagnosis:
-    """Diagnose why a run is slow, hung or dead."""
     now, lives = time.time() if now is None else now, lives or _lives
     logs, nodes = read_logs(folder / EVENT_LOGS, "rank"), read_logs(folder / EVENT_LOGS, "node")
     supervised = sorted((event for events in nodes.values() for event in events), key=lambda event: event["time"])

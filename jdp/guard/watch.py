@@ -102,7 +102,7 @@ class Watch:
         self._parts, self._aside = {}, 0.0
 
     def _alive(self) -> None:
-        """Note in a thread, because the disk may hang, that the process is alive."""
+        """Log that the process is alive, in a thread, because the disk may hang."""
         if time.monotonic() - self.log.last > ALIVE_SECONDS and not self.log.is_writing:
             position = self.deadline.position
             _thread.start_new_thread(self.log.event, ("alive",), {"doing": position.doing, "step": position.step})

@@ -30,8 +30,8 @@ from jdp.launch.output import Outputs, Stream
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after an abort (a peer died): for that peer to end by itself
-ORDERLY = (75, 130)  # exit codes of a process that was stopped and has saved: the others will exit too ...
-ORDERLY_SECONDS = 15.0  # ... within this time
+ORDERLY = (75, 130)  # exit codes of a process that was stopped and has saved
+ORDERLY_SECONDS = 15.0  # after one of these: for the other processes to exit by themselves
 LAST_WORDS_SECONDS = 0.8  # after a failure, from SIGTERM to SIGKILL: JAX ignores SIGTERM, and waiting peers hang
 _PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
@@ -262,7 +262,6 @@ class Part:
 
     @property
     def ranks(self) -> range:
-        """The indices of the processes of this machine."""
         return range(self.first, self.first + self.here)
 
 

@@ -74,7 +74,7 @@ class Run:
 
     @property
     def waiting(self) -> float | None:
-        """The share of a median step that waits for data; a row with compilation hardly moves a median."""
+        """The share of a median step that waits for data. A row with a compilation hardly changes a median."""
         waited, step = self.median("data_wait_seconds"), self.median("step_seconds")
         return waited / step if waited is not None and step else None
 
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def happened(self) -> list[tuple[list[str], str]]:
-        """The events in order of time: (cells of a table, "bad" or ""); of very many inside of visits, the first."""
+        """The events in order of time: (cells of a table, "bad" or ""), with at most `_MOST` events inside visits."""
         told = [(event, event["words"], "bad") for event in self.history if "words" in event]
         if left := told[_MOST:]:
             told[_MOST:] = [(left[0][0], f"and {len(left):,} more like these", "bad")]

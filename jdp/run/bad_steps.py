@@ -62,8 +62,6 @@ class Queued:
 
 
 class Health:
-    """Checks the steps of a visit."""
-
     def __init__(self, assembly: Assembly, progress: Progress, watch: Watch, say: Callable[[str], None]) -> None:
         self._assembly, self._progress, self._watch, self._say = assembly, progress, watch, say
         self._inspected = 0
@@ -77,7 +75,6 @@ class Health:
         self._hosts.dispatches(self._values)
 
     def taken(self, batch: Batch, values: Any, step: int) -> None:
-        """Queue a step's metrics."""
         self._values = values
         kept = {name: values[name] for name in ("skipped", "loss", "weight", "grad_norm")}
         self._queued.append(Queued(step, kept, batch if self._inspected < INSPECTED else None))

@@ -76,7 +76,6 @@ class Progress:
         return self.done >= experiment.train.steps or self.stops_early(experiment)
 
     def record(self) -> dict[str, Any]:
-        """Return the record for a checkpoint."""
         values, evals = asdict(self), {name: finite_or_none(value) for name, value in self.evals.items()}
         values |= {"loss": finite_or_none(self.loss), "evals": evals}
         return {name: values[name] for name in Record.__annotations__}

@@ -268,7 +268,7 @@ def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) ->
 
 
 def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:
-    """Return the module `package`, imported."""
+    """Import a package. Raises UserError, with the command that installs it, if it is missing."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

@@ -111,7 +111,6 @@ class Data(Made):
 
 
 def words_of(source: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the sources of a key as a tuple."""
     return (source,) if isinstance(source, str) else source or ()
 
 

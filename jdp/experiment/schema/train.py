@@ -132,7 +132,6 @@ class Sample(Section):
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The texts to continue."""
         return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
 
 

@@ -69,7 +69,6 @@ class Metrics:
         self._purge_events_from(resumed_step + 1)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one row."""
         if not self._speaks:
             return
         now = time.time()
@@ -95,7 +94,6 @@ class Metrics:
         self.write(step, values)
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the files and the trackers."""
         with contextlib.ExitStack() as closing:  # all of them, even if the disk is full and each raises
             if self._tracker is not None:
                 closing.callback(self._tracker.close, exit_code)
