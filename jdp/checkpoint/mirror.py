@@ -17,7 +17,7 @@ import jax
 
 from jdp.base.notices import notice
 from jdp.base.user_path import bucket_address
-from jdp.checkpoint.errors import CheckpointError, retried
+from jdp.checkpoint.errors import HOURS, CheckpointError, retried
 from jdp.checkpoint.format import checksums
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.format.stored import DESCRIPTION, read_metrics
@@ -39,7 +39,7 @@ class Mirror:
         self._ended, self._given_up = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="jdp mirror", daemon=True)
         problem = self._start() if jax.process_index() == 0 else ""
-        if problem := from_first_process("what it fetched from the mirror", problem, seconds=4 * 3600):
+        if problem := from_first_process("what it fetched from the mirror", problem, seconds=HOURS):
             raise CheckpointError(problem)
 
     def close(self) -> None:

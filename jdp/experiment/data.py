@@ -8,7 +8,6 @@ held-out side of each part of a mixture is an evaluation set too. Only the train
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from jdp.data import NumpyBatch, Source, mixture, text_data
 from jdp.data.arrays import ArrayData, array_data, check_tokens
+from jdp.data.held_out import fingerprint
 from jdp.data.images.augment import augmented
 from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Concatenated
@@ -24,6 +24,7 @@ from jdp.experiment.file import ExperimentError
 from jdp.experiment.made_data import made_data
 from jdp.experiment.schema.data import ARRAYS
 from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.fields import words_of
 from jdp.experiment.schema.train import BITS_PER_BYTE
 
 LEAST_AREA = 0.08
@@ -62,7 +63,7 @@ class Sides:
     def fingerprint(self) -> str:
         """16 hex digits for the images and their augmentation."""
         own = self.images.fingerprint
-        return hashlib.blake2b(f"{own} {self.drawn}".encode(), digest_size=8).hexdigest() if self.drawn else own
+        return fingerprint(f"{own} {self.drawn}") if self.drawn else own
 
     def __str__(self) -> str:
         return f"{self.images}; {self.words}"
@@ -118,11 +119,11 @@ def _opened(experiment: Experiment, source: Any, field: str | None = None, *, al
     """Open a data set of the model's kind. `alone`: an evaluation set, without a held-out set."""
     given, kind = experiment.data, experiment.kind
     field = given.field if field is None else field
-    words = [source] if isinstance(source, str) else list(source)
+    words = words_of(source)
     is_arrays = all(word.endswith(ARRAYS) for word in words)
     if kind == "text" and (given.ids or not is_arrays):
         return text_data(
-            source if isinstance(source, str) else words,
+            source,
             length=given.length,
             heldout_fraction=given.heldout_fraction,
             field=field or "text",

@@ -39,6 +39,7 @@ from jdp.core.cluster.barrier import THREAD_SECONDS, coordination_client, joined
 from jdp.core.cluster.initialize import leave_after_failure
 
 TRY_AGAIN = 75
+"""The exit code of a process that may be run again: it is late, or was stopped by a signal after saving."""
 MEDIANS = 10
 """The number of median steps that a step may take."""
 _TICK_SECONDS, _LATE_SECONDS = 1.0, 5.0

@@ -7,7 +7,6 @@ of a sample is the first token of the next, so every token but the first is a ta
 """
 
 import functools
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from jdp.base.formatting import format_bytes, format_percent
 from jdp.base.notices import notice
 from jdp.base.public import public
 from jdp.data.batches import NumpyBatch
+from jdp.data.held_out import fingerprint
 from jdp.data.sources.files import PathLike
 from jdp.data.text.documents import text_tokens
 from jdp.data.text.id_rows import id_tokens
@@ -160,8 +160,7 @@ class TextData:
     @property
     def fingerprint(self) -> str:
         """16 hex digits: equal on two machines, or before and after a resume, only if all samples are equal."""
-        described = f"{self.digest} {self.train.length} {self.train.packing}"
-        return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+        return fingerprint(f"{self.digest} {self.train.length} {self.train.packing}")
 
 
 @public()

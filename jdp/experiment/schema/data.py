@@ -16,6 +16,7 @@ from jdp.experiment.schema.fields import (
     Section,
     Source,
     named,
+    words_of,
 )
 from jdp.experiment.schema.make import Made
 from jdp.experiment.schema.model import Learns
@@ -108,10 +109,6 @@ class Data(Made):
             return self.tokenizer != BYTES
         sources = [self.source, *(text.source for text in self.mixture.values())]
         return not any(word.endswith(ARRAYS) for source in sources for word in words_of(source))
-
-
-def words_of(source: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (source,) if isinstance(source, str) else source or ()
 
 
 BYTES, ARRAYS = "bytes", ".npz"

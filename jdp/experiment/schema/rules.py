@@ -13,7 +13,8 @@ from jdp.base.toml import brief
 from jdp.base.words import nearest
 from jdp.core.sharding.axes import REPLICA
 from jdp.experiment.keys import OnlyFor
-from jdp.experiment.schema.data import ARRAYS, words_of
+from jdp.experiment.schema.data import ARRAYS
+from jdp.experiment.schema.fields import words_of
 from jdp.experiment.schema.model import NEEDED
 from jdp.experiment.schema.train import BITS_PER_BYTE, OF_TEXT, tops
 
