@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> int:
     own, command = arguments[:dashes], arguments[dashes + 1 :]
     if not command and not {"-h", "--help"} & set(own):
         given = "nothing after --" if "--" in arguments else "no --"
-        raise UsageError(f"what to launch comes after --; given {given}: write jdp launch -n 2 -- FILE …")
+        raise UsageError(f"an experiment or a program comes after --; given {given}: write jdp launch -n 2 -- FILE …")
     return _launch(parse(Options, "launch", own), command)
 
 

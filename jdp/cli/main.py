@@ -133,7 +133,7 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
         lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]
-        more = "jdp COMMAND --help shows more; jdp --version shows versions, those of JAX and of CUDA's libraries too."
+        more = "jdp COMMAND --help shows more; jdp --version shows versions, also of JAX and CUDA's libraries."
         print("\n".join([*lines, "", wrapped(more)]), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else USER_ERROR
     if arguments[0] in ("-V", "--version"):

@@ -225,5 +225,5 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
             raise
         hint = of_library if "-packages/" in frames[-1].filename else ""
         if isinstance(error, SystemExit):
-            hint = 'What a script runs belongs under if __name__ == "__main__".'
+            hint = 'Put the code that a script runs under if __name__ == "__main__".'
         raise UserError("\n".join(filter(None, (f"{what}:", users_traceback(error), hint)))) from None

@@ -1,4 +1,4 @@
-"""One run for its page, and its events in words: visits, their ends, and what happened between.
+"""One run for its page, and its events in words: visits, their ends, and the events between.
 
 A page takes plain values; `jdp report` reads them from the folders of runs, and compiles the step again for memory and
 timeline.

@@ -284,7 +284,7 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_open(handle: int, file: Path) -> bool:
-    """Return True if `handle` is of the file that is there."""
+    """Return True if `file` is still the file that `handle` has open."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), file.stat())
     return False

@@ -32,7 +32,7 @@ from jdp.run.outputs.terminal import clock
 
 @dataclass
 class Record:
-    """What a checkpoint records of a run's progress, with null in place of NaN and infinities."""
+    """A checkpoint's record of a run's progress, with null in place of NaN and infinities."""
 
     done: int
     samples: int

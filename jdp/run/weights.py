@@ -1,4 +1,4 @@
-"""The weights that a run starts from (`train.init_from`), and those that it exports at its end (`train.export`).
+"""The weights that a run starts from (`train.init_from`), and the export of its weights (`train.export`).
 
 Initial weights are read onto the state's shardings before the optimizer's state is made for them; LoRA parameters that
 they lack keep their initial values. The export, a folder for `transformers` and `jdp generate`, has the best checkpoint

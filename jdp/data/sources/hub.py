@@ -102,7 +102,7 @@ def _tables(rows: Any, source: str) -> Iterator[Any]:
 
 
 def _reading(source: str, read: Callable[[], T]) -> T:
-    """Return what `read` returns. Raises UserError in place of the errors of `datasets`."""
+    """Call `read`, and raise UserError in place of the errors of `datasets`."""
     try:
         return read()
     except UserError:
