@@ -248,11 +248,11 @@ def compare(before: Baseline, now: Baseline, *, tolerance: float, file: str) -> 
             rows += _lines(before, now, tolerance, verdict == BETTER)
         if what == HELD and before.held.fits is not False and now.held.fits is False:
             rows.append(Row("more than a device has", "", old, number, WORSE))
-    versions = f"{file} is of jax {before.jax}, and this is jax {now.jax}"
+    versions = f"{file} was saved with jax {before.jax}, and this is jax {now.jax}"
     notes = {
         f"{versions}: a difference may be the compiler's; compare with one version to know": before.jax != now.jax,
         f"the mesh was {factors(before.mesh)}, and is {factors(now.mesh)}": before.mesh != now.mesh,
-        f"{file} is of {before.program}": before.program != now.program,
+        f"{file} was saved for {before.program}": before.program != now.program,
     }
     kept = tuple(note for note, differs in notes.items() if differs)
     return Comparison(now.program, now.target, file, tolerance, tuple(rows), kept)

@@ -1,4 +1,4 @@
-"""`jdp prove`: check that an experiment learns the same on one device and on many, whatever is sharded."""
+"""`jdp prove`: check that an experiment learns the same on one device and on many, however the state is sharded."""
 
 import json as as_json
 import logging

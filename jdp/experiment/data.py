@@ -70,7 +70,7 @@ class Sides:
 
 
 def _augmented(images: Any, experiment: Experiment) -> Any:
-    """Crop and flip the training side of a data set of images anew in every epoch, if [data] sets augment."""
+    """Crop and flip the training side of a data set of images differently in every epoch, if [data] sets augment."""
     chosen, seed = experiment.data.augment, experiment.seed
     if chosen is None:
         return images

@@ -1,4 +1,4 @@
-"""Refuse a run before it is built if its weights, batch or state cannot fit into memory; likewise a proof.
+"""Refuses a run or a proof before it is built if its weights, batch or state cannot fit into memory.
 
 Only a lower bound is counted, sharded: no activations, and for a run no gradients or working copies (`jdp plan`
 compiles the step and counts them). It is compared with the total memory, not with the free memory, so a run that is

@@ -201,7 +201,7 @@ class Restarts:
         if self.most == 0 or status in FINAL:
             return False
         if self.several_nodes and not (self.folder / JOINED).exists():  # not all had joined
-            again = status != TRY_AGAIN and time.monotonic() < self._until  # a wait in vain has used up its time
+            again = status != TRY_AGAIN and time.monotonic() < self._until  # a failed wait has used up its time
             if again:
                 words = "it failed before all processes had joined: started again, which is not counted"
                 tell(self.log, "restart", words)

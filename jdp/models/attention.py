@@ -76,7 +76,7 @@ def attend(
 
 
 def _mask(length: int, window: int | None, run: jax.Array | None) -> jax.Array | None:
-    """Return the keys that a query sees, besides the causal rule: bool [batch or 1, 1, length, length]; None: all.
+    """Return the keys that a query sees (without the causal rule): bool [batch or 1, 1, length, length]; None: all.
 
     Every layer computes it, as a comparison that fuses into the softmax; a shared mask would be stored and read for all
     layers.

@@ -96,11 +96,11 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Its end in words, or that it goes on."""
+        """How the run ended, in words, or that it continues."""
         last = next((event for event in reversed(self.history) if "words" not in event), None)
         if last is None:
             return "not known"
-        return "goes on, or was killed" if last["event"] in _BEGINS else _ended(last)
+        return "running, or killed" if last["event"] in _BEGINS else _ended(last)
 
     @property
     def why_no_step(self) -> str | None:

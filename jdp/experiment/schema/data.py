@@ -89,8 +89,8 @@ class Data(Made):
     shuffle: bool = True
     """Reshuffle the training samples each epoch."""
     augment: Annotated[Literal["crop", "resized_crop"] | None, _read_for("images")] = None
-    """Crop training images at random and flip half of them from left to right, anew each epoch. "crop", for small
-    images: pad each side with an eighth of black pixels, then crop to the image's size. "resized_crop", for
+    """Crop training images at random and flip half of them from left to right, differently in each epoch. "crop", for
+    small images: pad each side with an eighth of black pixels, then crop to the image's size. "resized_crop", for
     photographs: at least 8 % of the area, aspect ratio 3:4 to 4:3, resized to model.image_size. none = neither."""
 
     @model_validator(mode="before")
