@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -91,7 +91,7 @@ class Log:
 
     file: Path
     handle: int
-    failed: bool = field(default=False)
+    failed: bool = False
 
     @staticmethod
     def open(file: Path) -> "Log | None":

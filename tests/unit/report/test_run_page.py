@@ -58,8 +58,8 @@ def compiled(**changed):
     return CompiledStep("cpu:4", outlook_of(**changed), [LEAF], ["times are simulated"])
 
 
-def read(*runs, **named):
-    return Reader(run_page(runs, **named))
+def read(*runs):
+    return Reader(run_page(runs))
 
 
 @functools.cache
