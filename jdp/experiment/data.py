@@ -135,7 +135,7 @@ def _opened(experiment: Experiment, source: Any, field: str | None = None, *, al
             attention_mask=given.attention_mask,
             vocab_size=experiment.model.config.vocab_size,
         )
-    if len(words) > 1:
+    if len(words) != 1:
         raise ExperimentError(
             f"images and arrays come from one source; given {len(words)}: {', '.join(words)}: name one, such as a "
             "folder that holds them all"

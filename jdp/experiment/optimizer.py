@@ -108,11 +108,7 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
 
 def decay_mask(params: Any) -> Any:
     """Return a tree of bools: True for parameters that decay, False where the last key is `bias` or `scale`."""
-
-    def decays(path: Any, _: Any) -> bool:
-        return jax.tree_util.keystr(path[-1:], simple=True) not in VECTORS
-
-    return jax.tree_util.tree_map_with_path(decays, params)
+    return jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) not in VECTORS, params)
 
 
 def by_layer(rule: optax.GradientTransformation, stacked: bool) -> optax.GradientTransformation:

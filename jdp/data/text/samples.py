@@ -230,12 +230,10 @@ def text_data(
             f"a model must have all tokens of its tokenizer; given {given}: set vocab_size to {size} (importing a "
             "safetensors file, such as a run's export, pads its weights)"
         )
-    if opened is None:
-        tokens = id_tokens(source, read, vocab_size)
-    elif ids is not None:
-        tokens = id_tokens(source, read, vocab_size or opened.vocab_size)
-    else:
+    if opened is not None and ids is None:
         tokens = text_tokens(source, field, opened)
+    else:
+        tokens = id_tokens(source, read, vocab_size if opened is None else vocab_size or opened.vocab_size)
     sides = text_sides(tokens, heldout_fraction, in_files)
     size = len(sides.train.ids)
     if packing == "stream" and size <= length:
