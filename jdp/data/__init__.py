@@ -1,4 +1,6 @@
-"""Make global batches from files, rows, images and arrays: the same batches on any number of processes.
+"""Make global batches from files, rows, images and arrays.
+
+They are the same on any number of processes.
 
 A source is found and read:
   sources/       files of text, arrays, and data sets for `datasets`
