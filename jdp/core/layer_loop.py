@@ -42,35 +42,21 @@ Stacks = dict[str, Any]
 
 
 class _Residuals(NamedTuple):
-    """How a layer's derivative is rebuilt from its residuals: filled when the forward pass is traced.
+    """How a layer's derivative is rebuilt from its residuals: set when the forward pass is traced."""
 
-    Attributes:
-        structure: of the derivative, a pytree of arrays.
-        places: for each leaf its index among weights, others and outer values, which are not kept; None for a residual.
-        results: the shapes of a layer's results.
-    """
-
-    structure: Any
-    places: list[int | None]
-    results: Any
+    structure: Any  # of the derivative, a pytree of arrays
+    places: list[int | None]  # of each leaf among weights, others and outer values, which are not kept; None: residual
+    results: Any  # the shapes of a layer's results
 
 
 @dataclass
 class LayerLoop:
-    """A loop over layers, for one call.
-
-    Attributes:
-        boundary: gathers weights and sums their gradients.
-        placements: of the stacked weights.
-        policy: what the backward pass keeps, as for `jax.checkpoint`.
-        is_unrolled: True if layers are compiled one by one.
-        count: the number of layers.
-    """
+    """A loop over `count` layers, for one call."""
 
     boundary: Boundary
-    placements: list[Placement]
-    policy: Callable[..., bool]
-    is_unrolled: bool
+    placements: list[Placement]  # of the stacked weights
+    policy: Callable[..., bool]  # as for `jax.checkpoint`: which values are kept for the backward pass
+    is_unrolled: bool  # layers are compiled one by one
     count: int
     _layer: Layer = field(init=False)
     _is_ahead: bool = field(init=False)  # gathers are sent before they are needed
@@ -81,11 +67,7 @@ class LayerLoop:
     def __call__(self, layer: Layer, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Any]:
         """Return, like a scan, the last layer's carry and the stacked outputs of all layers.
 
-        Args:
-            layer: (gathered weights, others, carry) -> (carry, outputs). Its closure is differentiated too.
-            weights: [layers, ...], gathered at use.
-            others: [layers, ...], arrays that are not gathered.
-            carry: a pytree of arrays that enters the first layer.
+        `weights` and `others` are [layers, ...]; only `weights` are gathered. The layer's closure is differentiated.
         """
         self.is_unrolled |= self.count < 3
         sends = self.boundary.gather is not None and any(placement.dim is not None for placement in self.placements)
@@ -107,7 +89,10 @@ class LayerLoop:
     def _saving(self, weights: list[Weight], others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any]:
         """Return the results of `_plain`, and the values for the backward pass."""
         checkpointed = jax.checkpoint(self._layer, policy=self.policy, prevent_cse=False)
-        carry = self._like_later(carry, others, outer)
+        # XLA must see the first layer like later ones: with a carry distinct from other operands, and not a constant.
+        beside = {id(x) for x in jax.tree.leaves((others, outer))}
+        is_like = lambda x: isinstance(x, Tracer) and x.ndim > 0 and id(x) not in beside  # noqa: E731
+        carry = jax.tree.map(lambda x: x if is_like(x) else jax.lax.optimization_barrier(x), carry)
 
         def call(gathered: list[Any], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
             results, back = jax.vjp(checkpointed, gathered, others, carry, *outer)
@@ -122,12 +107,6 @@ class LayerLoop:
         carry, stacks = self._forward(call, weights, others, carry)
         gathered = [] if self._keeps else stacks["gathered"]
         return (carry, self._stacked(stacks["outputs"])), (weights, others, outer, stacks["residuals"], gathered)
-
-    def _like_later(self, carry: Any, others: list[Any], outer: list[Any]) -> Any:
-        """Return the first layer's carry as later ones are: distinct from other operands, and not a constant."""
-        beside = {id(x) for x in jax.tree.leaves((others, outer))}
-        is_like = lambda x: isinstance(x, Tracer) and x.ndim > 0 and id(x) not in beside  # noqa: E731
-        return jax.tree.map(lambda x: x if is_like(x) else jax.lax.optimization_barrier(x), carry)
 
     def _forward(self, call: Any, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
         """Run `call`(gathered weights, others, carry) -> (carry, results to stack) for all layers."""
@@ -248,7 +227,7 @@ class LayerLoop:
             k = order[alone] + 2 * i * step
             return one(k + step, *one(k, *carried))
 
-        # then pairs, then the last round
+        # rounds before the pairs; after the pairs follows the last round
         alone = self.count if self.is_unrolled else peeled + (self.count - 1 - peeled) % 2
         for k in order[:alone]:
             state, stacks = one(k, state, stacks)

@@ -35,7 +35,7 @@ _CHANGEABLE = ("accumulate", "check_loss", "compiler")
 
 
 def _check_call(step: Step[Any], state: TrainState, batch: Batch) -> None:
-    """Check the operands of a call that failed: JAX's own errors would name jdp's internals."""
+    """Check the operands of a call that failed, because JAX's own errors would name jdp's internals."""
     check_state(state, "step(state, batch)", batch)
     check_operands(step.plan.mesh, batch, state=state)
 
@@ -150,7 +150,7 @@ class Step(Generic[Kind]):
             batch: arrays, or `jax.ShapeDtypeStruct` of global shapes; those without a sharding get the plan's.
 
         Returns:
-            What `lower` of a jitted function returns.
+            A `jax.stages.Lowered`, as of a jitted function.
 
         Raises:
             ValueError: the batch's rows do not divide, or a parameter has another dtype than `Precision.params`.
@@ -181,7 +181,7 @@ class Step(Generic[Kind]):
             compiler_options: options of XLA's compiler, by their names, beside the step's own.
 
         Returns:
-            What `compile` of a lowered function returns.
+            A `jax.stages.Compiled`, as of a lowered function.
 
         Raises:
             ValueError: the batch's rows do not divide, or a parameter has another dtype than `Precision.params`.
@@ -189,7 +189,7 @@ class Step(Generic[Kind]):
         return self.lower(state, batch).compile(compiler_options=compiler_options or None)
 
     def on(self, mesh: Mesh) -> Step[Kind]:
-        """Return this step for another mesh, with what was found when its loss was tried.
+        """Return this step for another mesh, with the result of the trial of its loss.
 
         Args:
             mesh: as for `Plan`, for example of devices that are only described.

@@ -40,7 +40,6 @@ class Estimate:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return 1 if self.report is None else math.prod(self.report.mesh.values())
 
     @property

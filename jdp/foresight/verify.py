@@ -83,11 +83,7 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
     """
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)
-    state, batch, target = operands("verify", arguments, target, other)
-    if not step.settings.train:
-        raise UserError(
-            "jdp.verify takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
-        )
+    state, batch, target = operands("verify", step, arguments, target, other)
     candidate = abstract_on(step, state, batch, target)
     devices = target_of(target, candidate.state)
     compiled = candidate.compile(devices, Cache.usual(cache))
@@ -96,9 +92,9 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
 
 
 def operands(
-    name: str, arguments: tuple[Any, ...], target: str | Target | None, other: Mapping[str, Any]
+    name: str, step: Step, arguments: tuple[Any, ...], target: str | Target | None, other: Mapping[str, Any]
 ) -> tuple[TrainState, Batch, str | Target | None]:
-    """Return (state, batch, target) from the arguments of `jdp.<name>` after a jdp step."""
+    """Return (state, batch, target) from the arguments of `jdp.<name>` after a jdp step, which must be for training."""
     keywords = {**other, **({} if target is None else {"target": target})}
 
     def bind(state: TrainState, batch: Batch, target: str | Target | None = None) -> Any:
@@ -114,6 +110,10 @@ def operands(
         ) from None
     check_state(state, f"jdp.{name}(step, state, batch)", batch)
     check_target(target)
+    if not step.settings.train:
+        raise UserError(
+            f"jdp.{name} takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
+        )
     return state, batch, target
 
 
@@ -222,7 +222,6 @@ class Report(StepReport):
 
     @property
     def strategy(self) -> str:
-        """The step's strategy."""
         return self.name
 
     @property

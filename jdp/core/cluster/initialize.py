@@ -1,7 +1,7 @@
 """Join a cluster of processes, and exit after a failure.
 
-`schedulers` finds the cluster; without one the process is alone. A cluster that cannot be joined is always an error:
-several processes that train separately look healthy and are all wrong.
+`schedulers` finds the cluster; without a cluster the process is alone. A cluster that cannot be joined is always an
+error: otherwise each process would train alone, which looks healthy and gives wrong results.
 """
 
 import atexit
@@ -84,7 +84,9 @@ def initialize(
     cluster = find_cluster(coordinator, num_processes, process_id)
     if cluster is None or cluster.num_processes == 1:
         return
-    _leave_when_failed()
+    if not isinstance(sys.excepthook, _LeavingHook):
+        sys.excepthook = _LeavingHook(sys.excepthook)
+        atexit.register(_at_exit)  # runs before JAX's own exit barrier, which was registered earlier
     if joined := joined_as():
         given = (cluster.process_id, cluster.num_processes)
         if cluster.coordinator is not None and given != joined:
@@ -168,13 +170,6 @@ class _LeavingHook:
 def _exit_code(error: BaseException) -> int:
     """Return the exit code of a process that ends with this error, which may have its own, like `Mismatch`."""
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
-
-
-def _leave_when_failed() -> None:
-    """Install the hooks by which an uncaught exception ends this process at once."""
-    if not isinstance(sys.excepthook, _LeavingHook):
-        sys.excepthook = _LeavingHook(sys.excepthook)
-        atexit.register(_at_exit)  # runs before JAX's own exit barrier, which was registered earlier
 
 
 def _at_exit() -> None:

@@ -1,9 +1,9 @@
 """Keep XLA's compiled programs on disk: a process that starts the same program again compiles nothing.
 
-The store is JAX's persistent compilation cache. A program is code that this process runs, so its folder is not used if
-others may write to it. The folder's name depends on the processor's features, as machine code does and JAX's own key
-does not. Several hosts need one folder that all processes reach. On GPUs XLA divides the search for the best kernels
-among them: a process that found its program would leave a process that compiles waiting for ever.
+The store is JAX's persistent compilation cache. A program is code that this process runs, so a folder that others may
+write to is not used. The folder's name depends on the processor's features: machine code depends on them, but JAX's own
+key does not. Several hosts need one folder that all processes reach. XLA divides the search for the best GPU kernels
+among the processes, so a process that compiles would wait for ever for a process that found its program on disk.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from jdp.base.words import is_integer
 from jdp.core.cluster.barrier import from_every_process, from_first_process, joined_as, meet
 
 LIMIT_BYTES = 2**30
-"""For all programs together: some thousand of small models, some dozens of large ones."""
+"""For all programs together: about a thousand programs of small models, or dozens of large ones."""
 SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.05,  # reading a program takes a tenth of that
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -103,10 +103,7 @@ def _why_not(folder: Path) -> str:
 
 
 def _why_not_together(folder: Path, why: str, chosen: bool, processor: str) -> str:
-    """Return why the processes of this run cannot all keep programs in one folder; for one process, return `why`.
-
-    All processes call this, because it waits for all.
-    """
+    """Return why the processes of this run, which all call this, cannot share the folder; for one process, `why`."""
     joined = joined_as()
     if joined is None or joined[1] == 1:
         return why

@@ -49,10 +49,7 @@ class Adapter:
         keep_mode: bool = False,
         running_norms: bool = False,
     ) -> nnx.Module:
-        """Build the module: in training mode with a key to draw from, in evaluation mode without one.
-
-        With `running_norms` batch norms use their running averages in either mode.
-        """
+        """Build the module, in training mode if there is a key; with `running_norms`, norms use running averages."""
         filled: Flat = {}
         for path, variable in self.variables.items():
             if isinstance(variable, nnx.RngState):
@@ -200,7 +197,7 @@ def _predicate(wrt: Any) -> Callable[[tuple[Any, ...], Any], bool]:
 
 
 def is_pattern(wrt: Any) -> bool:
-    """Return True for a path pattern or a sequence of them, which select among parameters; False for a filter."""
+    """Return True for a path pattern or a sequence of them; False for a filter of nnx."""
     return isinstance(wrt, str) or (isinstance(wrt, Sequence) and all(isinstance(entry, str) for entry in wrt))
 
 

@@ -16,7 +16,7 @@ from flax.nnx.graphlib import Static
 
 @dataclass(frozen=True)
 class _Identity:
-    """Compares an object that cannot be hashed by its identity."""
+    """An object that cannot be hashed, compared by its identity."""
 
     value: Any
 
@@ -34,7 +34,7 @@ def structure_of(graphdef: nnx.GraphDef[Any]) -> Hashable:
 
 
 def _comparable(value: Any) -> Hashable:
-    """Return something to compare and hash instead of `value`."""
+    """Return a value that can be hashed and compared in place of `value`."""
     match value:
         case types.FunctionType():
             cells = value.__closure__ or ()

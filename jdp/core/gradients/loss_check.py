@@ -33,7 +33,7 @@ from jdp.core.state import AnyState
 from jdp.core.types import Batch, PyTree
 
 ROWS = 4
-"""Rows of a call in the trial: memory stays that of a few examples, forward only."""
+"""Rows of a call in the trial, so that it takes the memory of a few examples, forward only."""
 UNDECIDED = "on the rows that were tried it is not finite, or they have no weight"
 
 
@@ -50,13 +50,13 @@ class Trial:
     batch: Batch
     draws: bool = False  # random numbers
     evaluates: bool = False  # called as in an evaluation: without a key, and with modules in evaluation mode
-    statistics: tuple[str, ...] = ()  # paths of model state that each device computes over its rows, then averaged
+    statistics: tuple[str, ...] = ()  # paths of model state that is computed by device and then averaged
 
     def finding(self, rows: int) -> str | None:
         """Describe the first violation, with its two numbers; None if the loss passes.
 
-        If the loss does not accept `ROWS` rows, it is tried on the `rows` of a call of the step. If this decides
-        nothing, it raises UntriedError.
+        A loss that does not accept `ROWS` rows is tried on the `rows` of a call of the step. Raises UntriedError if
+        neither decides.
         """
         batch_size, reason = batch_rows(self.batch), ""
         for count in dict.fromkeys((min(ROWS, batch_size), min(rows, batch_size))):

@@ -38,8 +38,8 @@ from jdp.core.state import AnyState
 from jdp.core.types import Batch, LossFn, PartsError
 
 Values = Literal["real", "abstract", "drawn"]
-"""The values on which a loss is tried: those of the first call; none, so its declaration is believed; values that are
-drawn while a user's function is traced."""
+"""The values on which a loss is tried. "real": those of the first call. "abstract": none, because the loss is believed.
+"drawn": drawn ones, while a user's function is traced."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class _Reading:
 
     @property
     def remarks(self) -> str:
-        """Consequences of the view that a user may not expect."""
+        """Consequences of the view that a user may not expect, as the end of a sentence."""
         precision = self.spec.settings.precision
         if not self.spec.settings.train:
             return ""
@@ -305,7 +305,7 @@ def _global_line(jaxpr: Jaxpr, plan: Plan) -> str | None:
 
 
 def _of_unbound_axis(error: NameError, plan: Plan, partitioning: Partitioning) -> Exception:
-    """Return the error for a loss that names a mesh axis which its view does not bind."""
+    """Return the error for a loss that names a mesh axis that its view does not bind."""
     match = re.search(r"unbound axis name:? (\w+)", str(error))
     if match is None:
         return error

@@ -24,7 +24,6 @@ from jdp.core.types import Batch, PyTree
 
 
 def first_microbatch(collectives: Collectives, batch: Batch, key: Any) -> tuple[Batch, Any]:
-    """Return the first microbatch and its key."""
     count = collectives.spec.settings.accumulate
     its_key = collectives.key_of(key, batch_rows(batch) // count, 0, count)
     return batch if count == 1 else jax.tree.map(itemgetter(0), collectives.microbatches(batch, count)), its_key
@@ -70,28 +69,17 @@ def traced_loss(collectives: Collectives, boundary: Boundary | None = None) -> T
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The gradient of a microbatch, as a function.
-
-    Attributes:
-        spec: the loss, the placements and the settings.
-        boundary: how weights are gathered and gradients summed.
-        loss: the loss behind this boundary.
-        params: the parameters at rest.
-        values: the boundary's inputs: `params`, or the result of `working_copy`.
-        is_plain: True if no layer loop gathers weights: the backward pass then gathers all of them again, and
-            recomputes cheap operations.
-    """
+    """The gradient of a microbatch, as a function."""
 
     spec: GradientSpec
     boundary: Boundary
-    loss: TracedLoss
-    params: PyTree
-    values: PyTree
-    is_plain: bool = False
+    loss: TracedLoss  # behind this boundary
+    params: PyTree  # at rest
+    values: PyTree  # the boundary's inputs: `params`, or the result of `working_copy`
+    is_plain: bool = False  # no layer loop gathers: the backward pass gathers all again, and repeats cheap operations
 
     @staticmethod
     def of(collectives: Collectives, params: PyTree, values: PyTree, boundary: Boundary) -> Microbatch:
-        """Return the gradient of a microbatch with this boundary."""
         return Microbatch(collectives.spec, boundary, traced_loss(collectives, boundary), params, values)
 
     def __call__(
@@ -99,15 +87,9 @@ class Microbatch:
     ) -> tuple[PyTree, Sums, PyTree]:
         """Return the gradients, the sums of the loss, and the model state afterwards.
 
-        Args:
-            model_state: before the call.
-            batch: its rows.
-            key: its random key.
-            seed: for rounding in the backward pass.
-            earlier: the sum of earlier microbatches' gradients, to which these are added.
+        The gradients are added to `earlier`, the sum of earlier microbatches'; their rounding is drawn from `seed`.
         """
         seeds = None if seed is None else seeds_by_row(self.spec.placements, self.slots, seed)
-
         changed: list[bool] = []
 
         def total(slots: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
@@ -120,7 +102,6 @@ class Microbatch:
         return grads, sums, with_trained(model_state, trained_part(after, changed), changed)
 
     def state_after(self, model_state: PyTree, batch: Batch, key: Any) -> PyTree:
-        """Return the model state after a call of the loss."""
         return self.loss(self._weights(self.slots, None, None), model_state, batch, key)[1]
 
     def _weights(self, *fields: PyTree) -> PyTree:

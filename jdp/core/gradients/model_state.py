@@ -1,7 +1,7 @@
 """Model state other than the parameters: which leaves a call of the model changed, and how they reach the next step.
 
-A leaf that a call did not change is still the same array. It is neither averaged nor carried: the sum over devices of a
-table of `finfo.min` would overflow.
+A leaf that a call did not change is still the same array. It is neither averaged over devices nor carried from one
+microbatch to the next, because the sum over devices of a mask filled with `finfo.min` would overflow.
 """
 
 from collections.abc import Callable

@@ -39,10 +39,7 @@ def read_only(path: str) -> Any:
 
 
 class PartitionedLoss:
-    """A loss on a plan: it settles how it is called, and computes its gradient.
-
-    `noun` is its name in reports, such as "train step"; `is_checked` is True after the first call with values.
-    """
+    """A loss on a plan: decides how the loss is called, and computes its gradient."""
 
     def __init__(
         self,
@@ -52,8 +49,9 @@ class PartitionedLoss:
         noun: str,
         place: Callable[[Plan, AnyState], PyTree] | None = None,
     ) -> None:
-        self.loss_fn, self.plan, self.settings, self.noun = loss_fn, plan, settings, noun
-        self.is_checked = False
+        self.loss_fn, self.plan, self.settings = loss_fn, plan, settings
+        self.noun = noun  # in reports, such as "train step"
+        self.is_checked = False  # True after the first call with values
         self.compiled: dict[str, Any] = {}  # jitted functions by name; cleared if the view of the loss changes
         self._place = place  # the parameters' placements, if they differ from a train state's
         self._views: dict[Hashable, View] = {}

@@ -25,24 +25,15 @@ from jdp.core.types import Batch, LossFn, PyTree
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """The inputs of a step's gradient, in either partitioning.
-
-    Attributes:
-        loss_fn: the loss function.
-        settings: the step's.
-        adapter, trained: as in `jdp.core.state.Static`.
-        placements: a tree like the parameters, of `Placement`.
-        plan: the mesh and the strategy.
-        draws: which draws of the loss count rows; None if it draws nothing, or is called on all rows at once.
-    """
+    """The inputs of a step's gradient, in either partitioning."""
 
     loss_fn: LossFn
-    adapter: Any
-    placements: PyTree
+    adapter: Any  # like `trained`, as in `jdp.core.state.Static`
+    placements: PyTree  # a tree like the parameters, of `Placement`
     plan: Plan
     settings: StepSettings
     trained: tuple[bool, ...] | None = None
-    draws: RowDraws | None = None
+    draws: RowDraws | None = None  # which draws count rows; None if nothing is drawn, or all rows are in one call
 
     @property
     def strategy(self) -> Strategy:
@@ -57,11 +48,7 @@ class GradientSpec:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Gathers, reduces and shards arrays under `auto`, by constraining global arrays to the plan's specs.
-
-    Attributes:
-        spec: the inputs of the gradient.
-    """
+    """Gathers, reduces and shards arrays under `auto`, by constraining global arrays to the plan's specs."""
 
     spec: GradientSpec
 

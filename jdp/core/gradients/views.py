@@ -1,9 +1,9 @@
 """The two views of a step: the arrays that a call of the loss sees, and the `Collectives` that gather, reduce and sum.
 
-- `auto`: the loss sees global arrays, and may mix examples. Sharding constraints take the place of collectives, which
-  XLA inserts: it reduces gradients in the dtype of the backward pass, inside the accumulation loop.
+- `auto`: the loss sees global arrays, and may mix examples. jdp gives sharding constraints, and XLA inserts the
+  collectives: it reduces gradients in the dtype of the backward pass, inside the accumulation loop.
 - `manual`: the gradient runs under `jax.shard_map` over the batch axes, and each device differentiates the sum over its
-  own rows. So it can add microbatches locally, send once, and choose the dtype on the wire, or codes (`wire.py`).
+  own rows. So a device can add microbatches locally, send once, and choose the dtype sent, or codes (`wire.py`).
 """
 
 from collections.abc import Callable

@@ -210,7 +210,7 @@ def refuse_offload(plan: Plan) -> None:
 
 
 def key_of_init(rng: jax.Array) -> jax.Array:
-    """Return the key that `init` gets of a user's seed: one seed makes one model, by whatever function."""
+    """Return the key for a user's `init`: `jdp.init` and `jdp.init_state` make the same model from one seed."""
     return jax.random.fold_in(rng, 0)
 
 

@@ -94,7 +94,7 @@ def _passed_on_inputs(jaxpr: Jaxpr) -> list[int | None]:
 
 
 def places_made(jaxpr: Jaxpr) -> list[int]:
-    """Return for each output the index of the operation that computes it, ignoring later moves and casts."""
+    """Return for each output the index of the operation that computes it, before moves and casts; -1 for an input."""
     made = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
     def place_of(var: Any) -> int:
@@ -128,7 +128,7 @@ def run(
     operation: Callable[[JaxprEqn, list[Any]], list[Any]] | None = None,
     consts: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Evaluate a jaxpr, each operation by `operation`; `consts` replace its constants."""
+    """Evaluate a jaxpr, each operation by `operation` (None: `bind`); `consts` replace its constants."""
     jaxpr, own = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, own if consts is None else consts, strict=True))
     values |= zip(jaxpr.invars, arrays, strict=True)

@@ -15,10 +15,7 @@ REPLICA = "replica"
 
 
 def axis_sizes(axes: Mapping[str, int], count: int, how: str = " (on CPU: --devices {0})") -> dict[str, int]:
-    """Return the sizes of a mesh of `count` devices, with its -1 filled in: axis -> size, in the same order.
-
-    `how` says in the error how to run on {0} devices.
-    """
+    """Return the sizes of a mesh of `count` devices, with its -1 filled in; `how` tells how to run on {0} devices."""
     check_axes(axes)
     known = math.prod(size for size in axes.values() if size != -1)
     sizes = {name: count // known if size == -1 else size for name, size in axes.items()}

@@ -93,7 +93,7 @@ def spec_entry(spec: PartitionSpec, dim: int) -> object:
 
 
 def data_last(entry: object) -> object:
-    """Move `data` to the end of a spec's entry: then gathering over `data` yields each device's shard over the rest."""
+    """Move `data` to the end of a spec's entry, so that gathering over `data` gives a shard over the other axes."""
     axes = axes_of(entry)
     return (*(axis for axis in axes if axis != DATA), DATA) if DATA in axes and len(axes) > 1 else entry
 

@@ -27,7 +27,6 @@ from jdp.foresight.memory import memory_by_argument
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, on_target
 from jdp.foresight.targets.resolve import Target, check_target, target_of
-from jdp.foresight.targets.resolve import target as named
 from jdp.foresight.traffic.contract import TINY, TOLERANCE, collectives_on
 from jdp.foresight.traffic.origin import Parameters, Reading
 from jdp.foresight.traffic.sends import activations, sent_by
@@ -52,7 +51,7 @@ def forecast(
             f"The first argument is a step, jdp.verify(step, state, batch); given {described(function)}. Pass the "
             "arguments in this order."
         )
-    devices = named(target) if isinstance(target, str) else target
+    devices = None if target is None else target_of(target)
     moved = move(function, arguments, devices, mesh)
     devices = devices or target_of(None, [each.abstract() for each in moved.traced.arguments])
     parameters = chosen(params, moved.traced.arguments)

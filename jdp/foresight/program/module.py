@@ -55,6 +55,11 @@ class Instruction:
         return names
 
     @property
+    def callees(self) -> tuple[str, ...]:
+        """The computations in `called`, of all attributes."""
+        return tuple(name for names in self.called.values() for name in names)
+
+    @property
     def kind(self) -> str:
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
@@ -142,7 +147,6 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Parse the text of a compiled program."""
     entry = None
     computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}

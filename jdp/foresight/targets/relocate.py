@@ -28,7 +28,6 @@ from jdp.core.types import Batch, Device
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.descriptions import fields
 from jdp.foresight.targets.resolve import Target, target_of
-from jdp.foresight.targets.resolve import target as named
 
 
 def candidate_name(strategy: str, accumulate: int) -> str:
@@ -107,7 +106,7 @@ def abstract_on(
     *,
     microbatches: int | None = None,
 ) -> Candidate:
-    target = named(target) if isinstance(target, str) else target
+    target = None if target is None else target_of(target)
     plan = step.plan.on(_mesh(step, state, target))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
@@ -157,8 +156,7 @@ def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax
 
 def dtype_on_device(dtype: Any) -> Any:
     """Return the dtype of an array on a device: float32 for NumPy's float64; a key keeps its dtype."""
-    is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
-    return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 ASSUMED = 91_000

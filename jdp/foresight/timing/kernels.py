@@ -98,10 +98,8 @@ def _matmul_rate(dtype: str, chip: Chip) -> float:
 
 
 def utilisation(product: Product, cores: int, model: CostModel) -> float:
-    """Return the share of the cores' work that contributes to the result, at the best split of the contraction.
-
-    As XLA's CalculateComputeTimeWithTileAndWaveQuantization, plus splits.
-    """
+    """Return the share of the cores' work that contributes to the result, at the best split of the contraction."""
+    # as XLA's CalculateComputeTimeWithTileAndWaveQuantization, plus splits
     tiles, padded = product.batch, 1
     for size in (product.m, product.n):
         tile = min(model.tile, _round_up(size, model.smallest_tile))
