@@ -97,7 +97,7 @@ class Cache:
         return None
 
     def store(self, name: str, write: Callable[[BinaryIO], object]) -> None:
-        """Store what `write` writes, completely or not at all, even if several processes store the same entry."""
+        """Store an entry by `write(file)`, completely or not at all, even if several processes store it at once."""
         try:
             make_folder(self.folder)
             with tempfile.TemporaryDirectory(dir=self.folder) as temporary:  # removed also when the disk is full

@@ -30,21 +30,21 @@ def batch_rows(batch: Batch) -> int:
             given = f"{dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else cut(described(leaf), 40)
             raise UserError(
                 f"A batch holds arrays of numbers; given batch{jax.tree_util.keystr(path)} = {given}. Leave it out, or "
-                "make numbers of it, as a tokenizer does of text."
+                "convert it to numbers, as a tokenizer does with text."
             )
         sizes[path] = np.shape(leaf)[:1]
     if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
         by_size = {size: path for path, size in reversed(sizes.items())}
         shown = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
         more = f"; {len(sizes)} arrays in all" if len(sizes) > len(shown) else ""
-        fix = " A list is taken entry by entry: np.asarray makes an array of it." if () in by_size else ""
+        fix = " A list is a tree of its entries: np.asarray makes an array of it." if () in by_size else ""
         if by_size and not fix:
             counts = sorted(size for (size,) in by_size)
             divides = counts[0] > 1 and not any(count % counts[0] for count in counts)
             each = f", {counts[0]} rows of {' + '.join(str(n // counts[0]) for n in counts[::-1])}" if divides else ""
             fix = (
-                f" Make one row of what belongs together{each}; or stack a part for each device, [parts, ...], as of "
-                "graphs, and jax.vmap over the parts in the loss (jdp/core/losses.md)."
+                f" Put values that belong together into one row{each}; or stack a part for each device, [parts, ...], "
+                "as for graphs, and use jax.vmap over the parts in the loss (jdp/core/losses.md)."
             )
         raise UserError(
             "All arrays of a batch share their leading dimension, the examples; given "
@@ -139,7 +139,7 @@ def check_alive(state: Any) -> None:
 def _is_deleted(leaf: Any) -> bool:
     try:
         return leaf.is_deleted()
-    except (AttributeError, jax.errors.ConcretizationTypeError):  # no JAX array; a tracer, in a user's jitted function
+    except (AttributeError, jax.errors.ConcretizationTypeError):  # no JAX array, or a tracer in a user's function
         return False
 
 
@@ -148,7 +148,7 @@ def signature(batch: Batch) -> Any:
     leaves, treedef = jax.tree.flatten(batch)
     try:
         return treedef, tuple((leaf.shape, leaf.dtype) if _is_global(leaf) else None for leaf in leaves)
-    except jax.errors.ConcretizationTypeError:  # a tracer, in a user's jitted function
+    except jax.errors.ConcretizationTypeError:  # a tracer in a user's jitted function
         return None
 
 
@@ -191,7 +191,7 @@ def local_numbers(state: AnyState) -> tuple[tuple[str, str, str], ...]:
     try:
         if all(map(_is_ours, jax.tree.leaves(tree))):  # usual and fast, as each call of a step does it
             return ()
-    except jax.errors.ConcretizationTypeError:  # a tracer, in a user's jitted function
+    except jax.errors.ConcretizationTypeError:  # a tracer in a user's jitted function
         return ()
     found = ((path_of(p), np.asarray(x)) for p, x in jax.tree.leaves_with_path(tree) if not _is_ours(x))
     return tuple((path, str(x.dtype), str(x)) for path, x in found)

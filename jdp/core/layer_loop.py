@@ -139,7 +139,7 @@ class LayerLoop:
                 its_residuals, d_carry = jax.lax.optimization_barrier((its_residuals, d_carry))
             gathered = gathered or ([] if self._keeps else self._gather(weights, k, d_carry))
             args = (d_carry, _at(d_outputs, k)), gathered, _at(others, k), its_residuals, outer
-            if self._derivative is None and not traced_model_axes():  # there XLA's order hides more
+            if self._derivative is None and not traced_model_axes():  # with model axes XLA's order hides more
                 self._derivative = LayerDerivative(self._differentiated, *args)
             sends = (following, reduced, finished) if twice else (following, finished)
             derivative = partial(self._derivative, sends) if self._derivative else self._differentiated
@@ -185,7 +185,7 @@ class LayerLoop:
         return d_weights, _floats(d_carry), (_floats(d_others), _floats(d_outer))
 
     def _gather(self, weights: list[Weight], k: Any, earlier: Any = ()) -> list[Any]:
-        """Gather a layer's weights after `earlier`: XLA would combine gathers that may start together."""
+        """Gather a layer's weights once `earlier` is computed: XLA would combine gathers that may start together."""
         values = [_at(weight.value, k) for weight in weights]
         if earlier:
             values, _ = jax.lax.optimization_barrier((values, earlier))
@@ -287,6 +287,6 @@ def _floats(tree: Any) -> list[Any]:
 
 
 def _with_floats(tree: Any, floats: Sequence[Any], other: Callable[[Any], Any] = lambda x: None) -> Any:
-    """Replace the floating-point arrays of a tree by `floats`, and every other array by `other` of it."""
+    """Replace the floating-point arrays of a tree by `floats`, and every other array x by `other(x)`."""
     rest = iter(floats)
     return jax.tree.map(lambda x: next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else other(x), tree)

@@ -120,7 +120,7 @@ def looped(
             x = _unrolled(block, layer, x, gathers, remat)
         return x
     _check_stacked(stacked)
-    # under `jax.vmap` each row's gradient of a layer would be summed over devices by itself
+    # under `jax.vmap` each row's gradient of a layer would be summed over devices separately
     is_batched = any(isinstance(leaf, BatchTracer) for leaf in jax.tree.leaves(x))
     in_loop = gathers is not None and gathers.boundary.in_loops and not is_batched
     body = _Body(block, changes.flatten(stacked), gathers, remat, leading=1, in_loop=in_loop, is_loop=scan is True)
@@ -196,7 +196,7 @@ class _Body:
         self.is_rematerialised = remat is not None or (gathers_here and not in_loop)
         self.is_traced = leading > 0 or self.is_rematerialised
         self.outside = changes.closed_over(block, excluding=layer.variables) if self.is_traced else []
-        self.record: changes.Record = []  # of the last call, as `changed`
+        self.record: changes.Record = []  # of the last call, like `changed`
         self.changed: list[int] = []  # indices in `outside`
 
     def __call__(self, x: Any, operands: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:
@@ -223,7 +223,7 @@ class _Body:
         return x, own, after
 
     def loop(self, layer: Callable[..., Any], carry: Any) -> tuple[Any, Any]:
-        """Run the layers so that each is gathered before it is needed; return what a scan returns."""
+        """Run the layers by a `LayerLoop`, which gathers them ahead, with the results of a scan."""
         boundary = self.boundary
         assert boundary is not None
         weights = [leaf for leaf, placement in zip(self.operands, self.placements, strict=True) if placement]
@@ -271,7 +271,7 @@ class _Body:
         if self.unrolls:
             return f"the {self.layers} layers are compiled one by one, which copies less than a loop"
         most = _MOST_UNROLLED["gpu"]
-        why = "that sends less beside a model axis" if self.layers <= most else f"one by one compile up to {most}"
+        why = "with a model axis it hides more" if self.layers <= most else f"at most {most} are compiled one by one"
         return f"the {self.layers} layers are a loop: {why}"
 
     @property
@@ -296,7 +296,7 @@ def _operand(
             return leaf, None
         if again:
             notice(
-                f"scan_layers: {name} {leaf.shape} is not a parameter as it stands in the model, so it is gathered for "
+                f"scan_layers: {name} {leaf.shape} is not an unchanged parameter of the model, so it is gathered for "
                 "the whole step; cast or reshape it inside the block"
             )
         return leaf, None

@@ -68,7 +68,7 @@ class Step(Generic[Kind]):
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
 
-    __slots__ = ("__weakref__", "_options", "loss", "sends")  # no other is set by mistake
+    __slots__ = ("__weakref__", "_options", "loss", "sends")  # so that no other is set by mistake
 
     loss_fn: LossFn = read_only("loss.loss_fn")
     plan: Plan = read_only("loss.plan")
@@ -106,7 +106,7 @@ class Step(Generic[Kind]):
         keeps = debugs and self.settings.donate and self.settings.train
         run = self._compiled("keeping", donates=False) if keeps else loss.compiled.get("step") or self.jitted
         if self.compiler_options and not trace_state_clean():
-            notice("inside of another jit a step has that one's compiler options: its own are left out")
+            notice("a step inside another jit has the compiler options of that jit: its own are left out")
             run = self._jit(donated=(), options={})
         results = run(state, batch)
         loss.limit_run_ahead(results[1] if self.settings.train else results)
@@ -137,7 +137,7 @@ class Step(Generic[Kind]):
             with tracing_on(loss.plan.mesh):
                 return _train(loss, state, batch) if loss.settings.train else means(loss.evaluate(state, batch))
 
-        step.__name__ = "train_step" if loss.settings.train else "eval_step"  # the program's, in profiles
+        step.__name__ = "train_step" if loss.settings.train else "eval_step"  # the program's name in profiles
         return jax.jit(step, donate_argnums=donated, compiler_options=options or None)
 
     @public(_check_lowering)

@@ -105,7 +105,7 @@ class Record:
     def compare(self, step: int, values: Mapping[str, Array]) -> Closest:
         """Compare a run with the reference after `step` steps."""
         elements = [self._closest(step, name, x) for name, x in values.items()]
-        # Weight and loss precede the gradients. The norm tells less than the leaf with the wrong gradient.
+        # Weight and loss precede the gradients. The leaf with the wrong gradient says more than the norm.
         rank = {"weight": 3, "loss": 2, "grad_norm": 0}
         worst = max(elements, key=lambda element: (rank.get(element.leaf, 1) * (element.ratio > 1), element.ratio))
         return worst._replace(beyond=sum(element.ratio > 1 for element in elements))

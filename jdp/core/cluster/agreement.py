@@ -1,12 +1,12 @@
 """Check that several processes agree before they compute together; if not, all raise the same error.
 
-If keys, shapes or programs differ, results are wrong or a collective hangs, and JAX does not check them. Here they are
-compared through the coordination service, without the devices. Each process publishes a digest of each fact. The first
-process compares these, and the texts of the first fact that differs. Every process raises the same error.
+If keys, shapes or programs differ, results are wrong or a collective hangs, and JAX does not check them. Here each
+process publishes a digest of each fact through the coordination service, without the devices. The first process
+compares the digests, and the texts of the first fact that differs.
 
 A call with the shapes of the call before it compares nothing. So if the batch of one process alone changes its shape,
-that process would wait here for ever, and the others in a collective. A thread on each process checks once a second, in
-large clusters less often, whether another process waits at a call that this process has passed, and reports it.
+that process would wait here for ever, and the others in a collective. A thread on each process looks for a process that
+waits at a call that its own process has passed, and reports it.
 """
 
 import atexit
@@ -136,7 +136,7 @@ def _prefix(group: Group) -> str:
 
 
 def _refuse_passed(store: Store, group: Group, caller: str, facts: Sequence[Fact]) -> None:
-    """Raise Mismatch if another process has passed the call at which this process waits: only this one changed."""
+    """Raise Mismatch if another process has passed this call: then the facts changed on this process alone."""
     if not (others := sorted(store.all("passed"))):
         return
     before = {fact.name: _agreed.get((group, caller, fact.name), fact.text) for fact in facts}

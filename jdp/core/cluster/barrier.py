@@ -90,7 +90,7 @@ class Store:
     client: Any  # JAX's client of the coordination service
     prefix: str  # the beginning of the keys
     members: tuple[int, ...]  # the processes that take part
-    everyone: bool = False  # these are all that have joined; the service may know more than this process
+    everyone: bool = False  # wait for all processes that the service knows, instead of `members`
 
     @property
     def me(self) -> int:

@@ -110,7 +110,7 @@ class RollCall:
         connection.settimeout(_CONNECT_SECONDS)
         said = _read(connection)
         connection.setblocking(False)
-        if {name: type(value) for name, value in said.items()} != _MESSAGE:  # a stranger
+        if {name: type(value) for name, value in said.items()} != _MESSAGE:  # not from a process of this cluster
             return connection.close()
         if problem := self._problem(said):
             _refuse(connection, problem)
@@ -183,7 +183,7 @@ def _who(said: dict[str, Any]) -> str:
 
 def _tell(connections: Iterable[socket.socket], verdict: dict[str, Any]) -> None:
     for connection in connections:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # its process has ended
             connection.sendall(json.dumps(verdict).encode())
 
 
@@ -195,14 +195,14 @@ def _refuse(connection: socket.socket, problem: str) -> None:
 def _is_connected(connection: socket.socket) -> bool:
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))
-    except BlockingIOError:  # it is silent
+    except BlockingIOError:  # it is open, and nothing was sent
         return True
     except OSError:
         return False
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:
-    """Return the next message; {} at the end of the connection, and for nonsense."""
+    """Return the next message; {} at the end of the connection, and for anything that is no message."""
     try:
         message = json.loads(connection.recv(_LONGEST))
     except (OSError, ValueError):

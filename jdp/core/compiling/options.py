@@ -40,7 +40,7 @@ PRESETS: dict[CompilerPreset, Mapping[str, CompilerValue]] = {
         # llama_8b_zero3 (a100:8x8, one sequence a GPU, simulated with jax 0.10.2) hides 50 % of its communication with
         # both entries and 24 % without, and a step takes 5 % less.
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        # gpt_1b (h100:8x8, simulated with jax 0.10.2) hides 91 % instead of 71 under zero3, and of 76 under ddp.
+        # gpt_1b (h100:8x8, simulated with jax 0.10.2) hides 91 % instead of 71 % under zero3, and of 76 % under ddp.
         **dict.fromkeys(_THRESHOLDS, _JOINED),
     },
 }

@@ -136,13 +136,13 @@ def without_kept_programs() -> Generator[None]:
     with _SWITCH:
         _wanted.append(jax.config.jax_enable_compilation_cache)  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # JAX asks the setting only once
+        compilation_cache.reset_cache()  # JAX reads the setting only once
     try:
         yield
     finally:
         with _SWITCH:
             wanted = _wanted.pop()
-            if not _wanted:  # the last of several to exit
+            if not _wanted:  # the last context to exit
                 jax.config.update("jax_enable_compilation_cache", wanted)
                 compilation_cache.reset_cache()
 

@@ -35,9 +35,9 @@ class Adapter:
 
     structure: Hashable
     graphdef: nnx.GraphDef[nnx.Module] = field(compare=False, repr=False)
-    variables: Flat = field(compare=False, repr=False)  # of shapes
+    variables: Flat = field(compare=False, repr=False)  # with shapes in place of arrays
     synchronised: frozenset[str] = frozenset()  # paths of the averages of batch norms
-    others: frozenset[tuple[Any, ...]] = frozenset()  # parameters that are not nnx.Param: `wrt` selects them
+    others: frozenset[tuple[Any, ...]] = frozenset()  # paths of parameters that `wrt` selects and that are no nnx.Param
 
     def merge(
         self,

@@ -62,7 +62,7 @@ def step_gradients(
     summing = of(boundary_of(collectives, in_loops=True, sums_others=True)) if in_loops and sums_once else None
     gradient = replace(gradient, is_plain=_gathers_again(gradient, model_state, *first))
     if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
-        boundary = replace(gradient.boundary, in_loops=False)  # a plain loop shows what depends on what
+        boundary = replace(gradient.boundary, in_loops=False)  # a plain loop shows all dependencies
         refuse_varying(of(boundary).state_after, model_state, *first, carried=count > 1)
     if count == 1:
         grads, sums, after = gradient(model_state, *first, seed_of(0))
@@ -158,7 +158,7 @@ def _gathers_again(gradient: Microbatch, *first: Any) -> bool:
 
 
 def _summed(collectives: Collectives, boundary: Boundary, grads: PyTree, seed_of: Any) -> PyTree:
-    """Return gradients that left this boundary, summed over all devices, at rest specs."""
+    """Complete the sum over devices of gradients that this boundary returned; return them at rest specs."""
 
     def finish(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
         is_complete = boundary.finish is not None and boundary.reduces(placement)

@@ -155,7 +155,7 @@ def _gathered(shard: jax.Array, dim: int) -> jax.Array:
 
 
 def _scattered(x: jax.Array, dim: int, count: int) -> jax.Array:
-    """Return this device's shard, of `count` along `dim`, of the sum over `data`; on CPUs in the way of `_gathered`."""
+    """Return this device's shard, of `count` along `dim`, of the sum over `data`; on CPUs like `_gathered`."""
     if dim == 0 or traced_device().platform != "cpu":
         return jax.lax.psum_scatter(x, DATA, scatter_dimension=dim, tiled=True)
     shards = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])

@@ -34,7 +34,7 @@ from jdp.core.types import Batch, PyTree
 
 ROWS = 4
 """Rows of a call in the trial, so that it takes the memory of a few examples, forward only."""
-UNDECIDED = "on the rows that were tried it is not finite, or they have no weight"
+UNDECIDED = "on the rows that were tried it is not finite, or their weight is 0"
 
 
 class UntriedError(ValueError):

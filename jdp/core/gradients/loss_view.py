@@ -58,6 +58,12 @@ MOST_DRAWN = 2**30
 IN_TRAINING_ALONE = "rows change each other in training alone, as in a batch norm"
 
 
+def form_of(state: AnyState, batch: Batch, size: Literal["ndim", "shape"]) -> Hashable:
+    """Return the module (its mode decides whether it draws), and the `size` and dtype of each parameter and array."""
+    leaves, structure = jax.tree.flatten((state.params, batch))
+    return state.static.adapter, structure, tuple([(getattr(x, size), str(x.dtype)) for x in leaves])
+
+
 class TrialOnce:
     """The trial of one loss: once for each form of its model and its batch, whatever the number of rows."""
 
@@ -66,20 +72,16 @@ class TrialOnce:
 
     def is_of(self, state: AnyState, batch: Batch) -> bool:
         """Return True if the loss was tried on values of this form."""
-        return self._form(state, batch) in self._results
+        return form_of(state, batch, "ndim") in self._results
 
     def __call__(self, values: Values, trial: Trial, rows: int) -> str | None:
         """Return why the loss cannot be called on parts of the batch; None if it can."""
-        form = self._form(trial.state, trial.batch)
+        form = form_of(trial.state, trial.batch, "ndim")
         if values == "drawn" and form not in self._results and not _is_drawable(trial):
             return None
         if form not in self._results and values != "abstract":
             self._results[form] = self._finding(trial, rows) if values == "real" else self._on_drawn_values(trial, rows)
         return self._results.get(form)
-
-    def _form(self, state: AnyState, batch: Batch) -> Hashable:
-        leaves, structure = jax.tree.flatten((state.params, batch))
-        return state.static.adapter, structure, tuple([(x.ndim, str(x.dtype)) for x in leaves])
 
     def _finding(self, trial: Trial, rows: int) -> str | None:
         adapter = trial.state.static.adapter
@@ -257,7 +259,7 @@ class _Reading:
         return with_outputs(loss, self.form, self.twice[1] if self.calls > 1 else None, self.rows)
 
     def obstacle(self, trial: Callable[[Trial, int], str | None]) -> str | None:
-        """Return why the loss cannot be called as the view calls it; None if it can."""
+        """Return why the loss cannot be called as this view requires; None if it can."""
         if self.calls == 1:
             return None
         try:

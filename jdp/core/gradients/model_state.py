@@ -17,7 +17,7 @@ from jdp.core.types import Batch, PyTree
 
 
 def changed_leaves(before: PyTree, after: PyTree) -> tuple[bool, ...]:
-    """Return for each leaf, in order, whether it is a different array than before."""
+    """Return for each leaf, in order, whether it is another array than before."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return tuple(old is not new for old, new in pairs)
 

@@ -162,7 +162,7 @@ def read_draws(few: Jaxpr, many: Jaxpr, rows: int, key: Any) -> RowDraws:
         elif draw.is_own:
             (shared if draw.keys == twice.keys else per_row_keys).add((draw.kind, draw.shape))
     folds_rows = any(draw.kind == "random_fold_in" and draw.shape != twice.shape for draw, twice in pairs)
-    shared |= per_row_keys if folds_rows else per_row_keys - by_row.keys()  # a key that is split by row has own rows
+    shared |= per_row_keys if folds_rows else per_row_keys - by_row.keys()  # keys that are split by row belong to rows
     if both := shared & by_row.keys():
         raise PartsError(_two_meanings(min(both)[1], rows))
     return RowDraws(rows, tuple(sorted(by_row.items())), frozenset(shared))

@@ -67,15 +67,15 @@ class Collectives:
         return jax.lax.with_sharding_constraint(x, sharding)
 
     def gather(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
-        """Return a shard at its rest spec as the array at its compute spec."""
+        """Gather a shard: from its rest spec to its compute spec."""
         return self._constrained(x, placement.compute, leading)
 
     def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return a gradient at its compute spec at its rest spec, summed over `data`."""
+        """Sum a gradient over `data`: from its compute spec to its rest spec."""
         return self._constrained(x, placement.rest, leading)
 
     def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return a gradient at its rest spec, summed over the batch axes that `reduce` left out."""
+        """Sum a gradient at its rest spec over the batch axes that `reduce` left out."""
         return self._constrained(x, placement.rest, leading)
 
     def constrain(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
@@ -103,7 +103,7 @@ class Collectives:
 
 
 def map_leaves(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:
-    """Apply a collective to every leaf of a tree without leading dimensions of its own."""
+    """Apply a collective to every leaf of a tree, none of which a layer loop has sliced."""
     return jax.tree.map(lambda leaf, placement: collective(leaf, placement, 0), tree, placements)
 
 

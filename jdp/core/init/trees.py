@@ -158,7 +158,7 @@ def check_init(init: Any, *, of: bool = False) -> None:
         elif is_optimizer(init):
             fix = "Write the arguments in this order: jdp.init_state(init, tx, plan, rng=...)"
         raise UserError(f"{rule}; given {described(init)}. {fix}.")
-    is_class = isinstance(init, type)  # flax makes its classes by a function of any arguments
+    is_class = isinstance(init, type)  # flax's classes are called through a function of any arguments
     try:
         signature = inspect.signature(init.__init__ if is_class else init)
     except (TypeError, ValueError):  # of a function that is not written in Python

@@ -1,4 +1,4 @@
-"""Device meshes with named axes: the number of devices, and the place of each device in the mesh.
+"""Device meshes with named axes: which devices, and the place of each in the mesh.
 
 - `data`: the batch is split over it, and ZeRO shards parameters, gradients and optimizer state over it.
 - `replica`: the batch is split over it too, and every replica holds the whole state, sharded over its `data` (HSDP).

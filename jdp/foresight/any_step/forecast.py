@@ -154,7 +154,7 @@ def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Re
         )
     devices = math.prod(mesh.shape[axis] for axis in moved.batch_axes)
     size = 0
-    for each in parameters:  # an array's shard of the model's own axes, gathered along the batch's
+    for each in parameters:  # a shard along the model's own axes, gathered along the batch's axes
         of_model = {axis for entry in each.spec for axis in axes_of(entry)} - {*moved.batch_axes}
         size += bytes_per_device(each.shape, each.dtype, math.prod(mesh.shape[axis] for axis in of_model))
     transfers = 3 if row.gather == "use" else 2  # an all-reduce is a reduce-scatter and an all-gather

@@ -222,7 +222,7 @@ class Exchange:
         if isinstance(value, Mesh | AbstractMesh):
             return self._mesh(value)
         if isinstance(value, core.ClosedJaxpr):
-            return core.ClosedJaxpr(self._once(value.jaxpr, self._jaxpr), value.consts)  # jax 0.12: it is its jaxpr
+            return core.ClosedJaxpr(self._once(value.jaxpr, self._jaxpr), value.consts)  # a Jaxpr in jax 0.12
         if isinstance(value, core.Jaxpr):
             return self._once(value, self._jaxpr)
         if type(value) in (tuple, list):
@@ -254,7 +254,7 @@ class Exchange:
         new = copy(variable)
         new.aval = variable.aval.update(sharding=self(sharding))
         if isinstance(variable, core.Literal) and isinstance(variable.val, np.ndarray):
-            new.val = copy(variable.val)  # without the type that jax has kept in it
+            new.val = copy(variable.val)  # without the type that jax caches in it
         return new
 
     def _equation(self, equation: Any) -> Any:
@@ -275,7 +275,7 @@ class Exchange:
     def _context(self, context: Any) -> Any:
         if context.cur_abstract_mesh.empty:
             return context
-        new = object.__new__(type(context))  # immutable, and jax's own constructor takes what is set right now
+        new = object.__new__(type(context))  # immutable, and jax's constructor takes the current settings
         for name in type(context).__slots__:
             if hasattr(context, name) and not name.startswith("__"):
                 object.__setattr__(new, name, getattr(context, name))

@@ -27,7 +27,7 @@ class Instruction:
 
     @cached_property
     def bare(self) -> str:
-        """The line with its strings emptied: an op_name may hold anything, even look-alikes of attributes."""
+        """The line with its strings emptied: an op_name may hold any text, even text that looks like an attribute."""
         return _STRING.sub('""', self.line)
 
     @cached_property

@@ -85,7 +85,7 @@ _IMPOSSIBLE = {
 
 @contextmanager
 def lowering_for(device: Device, cudnn: int | None) -> Generator[None]:
-    """Lower for a device inside the context: answer for its cuDNN, explain jax's errors, hide a warning."""
+    """Return a context to lower for a device: it answers for its cuDNN, explains jax's errors and hides a warning."""
     try:
         with warnings.catch_warnings(), answered_for(device, cudnn):
             # `traffic.symptoms` reads the arguments that were not donated from the program, with their paths.

@@ -1,10 +1,9 @@
 """Why a program breaks the contract: the collective, the parameter, the source line, and the fix.
 
 If a kind of collective exceeds its promise, each of its tensors is compared with the promise. A tensor is at fault if
-no parameter has its shape, if the row does not name the kind, or if it is sent for every microbatch instead of once a
-step. It is also at fault if its parameters' share is used up, because it is too wide or sent too often. Tensors with
-the same fault share one sentence (`Fault`). Traffic that belongs to no parameter (`strays`) is reported even if the
-contract is kept.
+no parameter has its shape, or if the row does not name the kind. It is also at fault if it is sent for every microbatch
+instead of once a step, or too often or too wide for the share of its parameters. Tensors with the same fault share one
+sentence (`Fault`). Traffic that belongs to no parameter (`strays`) is reported even if the contract is kept.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
