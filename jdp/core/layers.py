@@ -296,7 +296,7 @@ def _operand(
             return leaf, None
         if again:
             notice(
-                f"scan_layers: {name} {leaf.shape} is not an unchanged parameter of the model, so it is gathered for "
+                f"scan_layers: {name} {leaf.shape} is not a parameter itself but a changed copy, so it is gathered for "
                 "the whole step; cast or reshape it inside the block"
             )
         return leaf, None

@@ -132,7 +132,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
     peaks = {} if target.chip is None else target.chip.matmul_flops
     return replace(
         named,
-        report=report(step, state, compiled, target, judge=target.kind != "cpu"),
+        report=report(step, state, compiled, target),
         model_flops=model_flops(step, state, batch),
         peak_flops=peaks.get(XLA_TYPES[step.settings.precision.compute]),
         tokens=tokens,

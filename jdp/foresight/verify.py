@@ -87,8 +87,7 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
     candidate = abstract_on(step, state, batch, target)
     devices = target_of(target, candidate.state)
     compiled = candidate.compile(devices, Cache.usual(cache))
-    notes, judge = candidate.notes, devices.kind != "cpu"
-    return report(candidate.step, candidate.state, compiled, devices, notes=notes, judge=judge)
+    return report(candidate.step, candidate.state, compiled, devices, candidate.notes)
 
 
 def operands(
@@ -118,15 +117,9 @@ def operands(
 
 
 def report(
-    step: Step,
-    state: TrainState,
-    compiled: Compiled,
-    target: str | Target,
-    *,
-    notes: Sequence[str] = (),
-    judge: bool = True,
+    step: Step, state: TrainState, compiled: Compiled, target: str | Target, notes: Sequence[str] = ()
 ) -> Report:
-    """Compare a compiled step with its contract; without `judge` (XLA:CPU sends other bytes) there is no verdict."""
+    """Compare a compiled step with its contract; a `Target` of CPUs is not judged: XLA:CPU sends other bytes."""
     mesh, offloads, donated = step.plan.mesh, step.plan.offload is not None, donated_state(compiled.program)
     parameters = Parameters.of(step.plan, state)
     reading = Reading(compiled, mesh, batch_axes(mesh), parameters, donated, offloads, step.settings.accumulate)
@@ -142,7 +135,7 @@ def report(
     collectives = collectives_on(reading, promised.statistics)
     stray = strays(collectives, promised, reading, step)
     verdict = compare(collectives, promised, sum(each.excess_bytes for each in stray))
-    judged = judge or not verdict.theory_wire_bytes
+    judged = isinstance(target, str) or target.kind != "cpu" or not verdict.theory_wire_bytes
     reasons = breaches(collectives, promised, verdict, reading, step, stray) if judged else ()
     return Report(
         **on_target(memory(compiled, step, state), compiled, target),

@@ -31,6 +31,7 @@ from jdp.base.notices import notice
 from jdp.core.cluster.barrier import THREAD_SECONDS, WAIT_SECONDS, Store, coordination_client, joined_as, named
 
 ANSWER_SECONDS = 60  # for an answer, once all have arrived
+JOINED_SECONDS = 60  # for all to arrive, right after joining
 WATCH_SECONDS = 1.0
 TEXT_LIMIT = 1_000_000  # characters of a fact that are compared line by line once its digest differs
 SHOWN = 160  # characters of a line that an error shows
@@ -85,10 +86,10 @@ def passed(mesh: Mesh) -> None:
     _calls[group] += 1
 
 
-def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_SECONDS) -> None:
-    """Compare this process' facts with those of all processes that have joined, without starting a backend."""
+def agree_all(caller: str, facts: Sequence[Fact]) -> None:
+    """Compare this process' facts with those of all processes, which have just joined, without starting a backend."""
     if joined := joined_as():
-        _agree(caller, facts, tuple(range(joined[1])), wait_seconds, everyone=True)
+        _agree(caller, facts, tuple(range(joined[1])), JOINED_SECONDS, everyone=True)
 
 
 def _agree(

@@ -50,7 +50,7 @@ class Trial:
     batch: Batch
     draws: bool = False  # random numbers
     evaluates: bool = False  # called as in an evaluation: without a key, and with modules in evaluation mode
-    statistics: tuple[str, ...] = ()  # paths of model state that is computed by device and then averaged
+    statistics: tuple[str, ...] = ()  # paths of model state that is computed by each device, then averaged
 
     def finding(self, rows: int) -> str | None:
         """Describe the first violation, with its two numbers; None if the loss passes.

@@ -38,8 +38,8 @@ from jdp.core.state import AnyState
 from jdp.core.types import Batch, LossFn, PartsError
 
 Values = Literal["real", "abstract", "drawn"]
-"""The values on which a loss is tried. "real": those of the first call. "abstract": none, because the loss is believed.
-"drawn": drawn ones, while a user's function is traced."""
+"""The values on which a loss is tried. "real": those of the first call. "abstract": none, so it is believed. "drawn":
+values that are drawn while a user's function is traced."""
 
 
 @dataclass(frozen=True)

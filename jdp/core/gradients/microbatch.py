@@ -76,7 +76,7 @@ class Microbatch:
     loss: TracedLoss  # behind this boundary
     params: PyTree  # at rest
     values: PyTree  # the boundary's inputs: `params`, or the result of `working_copy`
-    is_plain: bool = False  # no layer loop gathers: the backward pass gathers all again, and repeats cheap operations
+    is_plain: bool = False  # no layer loop gathers: the backward pass gathers all, and recomputes cheap operations
 
     @staticmethod
     def of(collectives: Collectives, params: PyTree, values: PyTree, boundary: Boundary) -> Microbatch:

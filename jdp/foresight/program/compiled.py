@@ -1,8 +1,8 @@
 """A compiled step, from the compiler or the cache: the scheduled program as text, its memory, XLA's warnings.
 
-`compile_step(lowered)` compiles one program at a time. XLA writes its warnings to the process' standard error, and the
-lines that arrive there during a compilation belong to its program. Lines about other subjects than sharding and memory
-are passed on.
+`compile_step(lowered)` compiles one program at a time, because XLA writes its warnings to the process' standard error:
+the lines that arrive there meanwhile are about this program. Lines about other subjects than sharding and memory are
+passed on.
 """
 
 import json
