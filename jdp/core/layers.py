@@ -292,9 +292,7 @@ def _operand(
         return leaf, None
     again = gathers.boundary.again
     if id(leaf) not in gathers.table:
-        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
-            return leaf, None
-        if again:
+        if again and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
             notice(
                 f"scan_layers: {name} {leaf.shape} is not a parameter itself but a changed copy, so it is gathered for "
                 "the whole step; cast or reshape it inside the block"

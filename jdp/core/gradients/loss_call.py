@@ -109,10 +109,7 @@ def with_outputs(loss: LossWithAux, form: LossForm, larger: LossForm | None, row
     an array of aux without the rows raises PartsError.
     """
     arrays = jax.tree.leaves_with_path(form.aux)
-    leads = tuple(few.shape[:1] == (rows,) for _, few in arrays)
-    if larger is None:
-        return replace(loss, by_row=leads, structure=jax.tree.structure(form.aux))
-    for (path, few), many in zip(arrays, jax.tree.leaves(larger.aux), strict=True):
+    for (path, few), many in zip(arrays, jax.tree.leaves(larger.aux), strict=True) if larger is not None else ():
         if few.shape[:1] != (rows,) or many.shape != (2 * rows, *few.shape[1:]):
             name = f"aux[{path_of(path)!r}]" if path else "aux"
             raise PartsError(
@@ -120,7 +117,8 @@ def with_outputs(loss: LossWithAux, form: LossForm, larger: LossForm | None, row
                 f"rows and {list(many.shape)} for {2 * rows}: return sums as metrics of jdp.Loss, keep statistics in "
                 "the model"
             )
-    return replace(loss, by_row=(True,) * len(arrays), structure=jax.tree.structure(form.aux))
+    by_row = tuple(few.shape[:1] == (rows,) for _, few in arrays)
+    return replace(loss, by_row=by_row, structure=jax.tree.structure(form.aux))
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,7 @@ class Microbatch:
         dtype = self.spec.settings.precision.reduce_dtype
 
         def slot(placement: Placement, shard: jax.Array, value: jax.Array) -> jax.Array | None:
-            if not placement.trained:
-                return None
-            if placement.dim is None or self.boundary.reduces(placement):
-                return jnp.zeros(shard.shape, dtype)
-            return jnp.zeros(value.shape, dtype)
+            like = shard if placement.dim is None or self.boundary.reduces(placement) else value
+            return jnp.zeros(like.shape, dtype) if placement.trained else None
 
         return jax.tree.map(slot, self.spec.placements, self.params, self.values)

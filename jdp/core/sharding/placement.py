@@ -74,10 +74,8 @@ class Placement:
     @cached_property
     def dim(self) -> int | None:
         """The dimension that is sharded over `data` at rest and gathered for computing; None if there is none."""
-        for i, axes in enumerate(self.rest):
-            if axes is not None and DATA in axes_of(axes) and DATA not in axes_of(spec_entry(self.compute, i)):
-                return i
-        return None
+        dims = (dim for dim, entry in enumerate(self.rest) if DATA in axes_of(entry))
+        return next((dim for dim in dims if DATA not in axes_of(spec_entry(self.compute, dim))), None)
 
 
 def axes_of(entry: object) -> tuple[str, ...]:
