@@ -7,7 +7,7 @@ measured. *Shadows* are reference runs whose weights w and gradients g (before c
 
     ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`)
 
-This is several times the error of correct runs, because shadows have to change every sign that a run may change. The
+This is several times the error of correct runs, so that a shadow changes every sign that a correct run may change. The
 error of a small GPT's gradients was at most 3 u of that size in bf16, and 13 u in fp32 (n = 1024). The signs of the
 noise are random by element and constant over the steps, and shadows come in pairs of opposite signs: if the error
 changes a sign, one of the pair shows it. Let `widest[i]` be the largest deviation of element i from the reference, over

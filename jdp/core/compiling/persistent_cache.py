@@ -73,13 +73,13 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
         raise UserError(f"limit_bytes is a number of bytes, at least 1; given {limit_bytes!r}. Give 2**30.")
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:16]
     chosen = folder is not None or "JDP_CACHE_DIR" in os.environ
-    own = (default_folder() / "programs" if folder is None else user_path(folder)).absolute() / processor
+    store = (default_folder() / "programs" if folder is None else user_path(folder)).absolute() / processor
     wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    why = _why_not(own) if wanted and not kept_in() else ""
-    why = _why_not_together(own, why, chosen, processor)
+    why = _why_not(store) if wanted and not kept_in() else ""
+    why = _why_not_together(store, why, chosen, processor)
     if not wanted or kept_in():
         return kept_in()
-    if home := without_home(own):
+    if home := without_home(store):
         notice(f"{home}; set JDP_CACHE_DIR to a folder that can be written")
         return None
     if why:
@@ -88,8 +88,8 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
     for name, value in {**SETTINGS, "jax_compilation_cache_max_size": limit_bytes}.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
-    jax.config.update("jax_compilation_cache_dir", str(own))
-    return own
+    jax.config.update("jax_compilation_cache_dir", str(store))
+    return store
 
 
 def _why_not(folder: Path) -> str:

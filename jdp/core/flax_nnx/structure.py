@@ -1,7 +1,7 @@
 """Compare the structure of two modules, so that a step compiled for one of them serves the other.
 
-NNX compares functions by identity, and a lambda in a module's `__init__` is another object in every instance. Here two
-functions are equal if they run the same code on the same values.
+NNX compares functions by identity, but a lambda in a module's `__init__` is another object in every instance. So two
+functions are equal here if they run the same code on the same values.
 """
 
 import contextlib

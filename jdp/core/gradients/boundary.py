@@ -1,7 +1,7 @@
 """The gather boundary: forward, a shard is cast and gathered; backward, its gradient is summed to the shard's spec.
 
-Each use of a parameter passes it: at the top of the loss, or in a layer loop (`jdp.core.layer_loop`). With several
-microbatches the values may be gathered before, and the gradients summed later.
+Each use of a parameter passes the boundary: at the top of the loss, or in a layer loop (`jdp.core.layer_loop`). With
+several microbatches the values may be gathered before, and the gradients summed later.
 """
 
 from __future__ import annotations

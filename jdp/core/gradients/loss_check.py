@@ -7,9 +7,9 @@ A step relies on this when it calls the loss on parts of the batch. Two properti
 2. No row changes another row's part. For rows (a, b) and other rows (a', b') of the same shapes,
    f(a, b) + f(a', b') = f(a', b) + f(a, b'). If the loss draws nothing, the order of the rows does not matter either.
 
-Only values are compared: rows that interact behind a `stop_gradient`, and cancel, are not found. Batch norms of NNX use
-their running averages meanwhile. The weights and rows of the first call are tried, then moved into general position:
-with a head of zeros no row would make a difference. A result that is not finite decides nothing.
+Only values are compared, so rows are not found that change each other's gradients alone, by a `stop_gradient`. Batch
+norms of NNX use their running averages meanwhile. The weights and rows of the first call are tried, then again with
+noise: with a head of zeros no row would make a difference. A result that is not finite decides nothing.
 """
 
 from collections.abc import Callable

@@ -86,20 +86,20 @@ class TrialOnce:
     def _finding(self, trial: Trial, rows: int) -> str | None:
         adapter = trial.state.static.adapter
         try:
-            found = trial.finding(rows)
+            finding = trial.finding(rows)
         except UntriedError as error:
             return f"whether it is a sum over rows is not known: {error}"
         trains = trial.spec.settings.train and adapter is not None and adapter.has_statistics
-        if found is None or trial.statistics or not trains:
-            return found
+        if finding is None or trial.statistics or not trains:
+            return finding
         try:
-            return found if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
+            return finding if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
         except UntriedError:
-            return found
+            return finding
 
     def _on_drawn_values(self, trial: Trial, rows: int) -> str | None:
         """Return the finding on drawn weights and rows, with larger integers if nothing was decided."""
-        plan, state, found = trial.spec.plan, trial.state, None
+        plan, state, finding = trial.spec.plan, trial.state, None
         rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), trial.spec.placements)
         replicated = jax.tree.map(lambda _: plan.replicated, state.model_state)
         shardings = jax.tree.map(lambda _: plan.batch_sharding, trial.batch)
@@ -108,10 +108,10 @@ class TrialOnce:
             drawn = replace(trial, state=replace(state, params=params, model_state=variables))
             for integers in (1, 9, 99):
                 batch = drawn_like(trial.batch, shardings, integers=integers, positive=integers > 1)
-                found = self._finding(replace(drawn, batch=batch), rows)
-                if found is None or not found.endswith(UNDECIDED):
+                finding = self._finding(replace(drawn, batch=batch), rows)
+                if finding is None or not finding.endswith(UNDECIDED):
                     break
-        return found and f"{found} (tried on drawn values; `check`, outside jit, tries real values)"
+        return finding and f"{finding} (tried on drawn values; `check`, outside jit, tries real values)"
 
 
 def _is_drawable(trial: Trial) -> bool:
@@ -130,21 +130,21 @@ def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callab
     """Return the view of a step for these shapes. Raises ValueError if the loss cannot be called as requested."""
     settings = spec.settings
     read = partial(_read, spec, state, batch)
-    reading = whole = read(settings.requested or "auto")
-    name, why = chosen_view(settings.requested, whole.form, spec.plan.batch_shards, settings.train)
+    reading = first_reading = read(settings.requested or "auto")
+    name, why = chosen_view(settings.requested, first_reading.form, spec.plan.batch_shards, settings.train)
     if settings.accumulate > 1:
-        _check_microbatches(whole.form, settings.accumulate)
+        _check_microbatches(first_reading.form, settings.accumulate)
     reason = None
-    if name != whole.partitioning:
+    if name != first_reading.partitioning:
         try:
             reading = read(name)
         except Exception as error:  # raised by the user's own code, which may need global arrays
             first = str(error).partition("\n")[0]
             reason = f"it cannot be called on one device's rows ({type(error).__name__}: {first})"
     reason = reason or reading.obstacle(trial)
-    if reason is not None and name != whole.partitioning:
+    if reason is not None and name != first_reading.partitioning:
         why = f"the loss returns jdp.Loss, but {reason}, so a call sees the rows of all devices"
-        reading, reason = whole, whole.obstacle(trial)
+        reading, reason = first_reading, first_reading.obstacle(trial)
     if reason is not None and not (reason == IN_TRAINING_ALONE and reading.partitioning == "auto"):
         raise UserError(_refusal(spec, name, reason))
     reading.check_metrics()

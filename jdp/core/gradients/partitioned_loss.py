@@ -61,7 +61,7 @@ class PartitionedLoss:
         self._dispatched: jax.Array | None = None  # the loss of the last call
 
     @property
-    def last(self) -> View | None:
+    def latest_view(self) -> View | None:
         """The view of the latest trace; None before the first one."""
         return next(reversed(self._views.values()), None)
 
@@ -73,12 +73,12 @@ class PartitionedLoss:
     @property
     def partitioning(self) -> Partitioning | None:
         """ "auto" or "manual"; None if the loss decides and was not yet traced."""
-        return self.last.partitioning if self.last else self.settings.requested
+        return self.latest_view.partitioning if self.latest_view else self.settings.requested
 
     @property
     def why(self) -> str:
-        if self.last:
-            return self.last.why
+        if self.latest_view:
+            return self.latest_view.why
         return REQUESTED if self.settings.requested else "settled when the step is first traced"
 
     @property

@@ -80,18 +80,18 @@ def _manual_gradients(
     changed: list[bool] = []
 
     def local(params: PyTree, model_state: PyTree, *others: Any) -> Any:
-        grads, sums, after = step_gradients(ManualCollectives(spec), params, model_state, *others)
-        changed[:] = changed_leaves(model_state, after)
-        return grads, sums, trained_part(after, changed)
+        grads, sums, new_state = step_gradients(ManualCollectives(spec), params, model_state, *others)
+        changed[:] = changed_leaves(model_state, new_state)
+        return grads, sums, trained_part(new_state, changed)
 
     plan, replicated, prefix = spec.plan, PartitionSpec(), cast(Any, Sums)
     in_specs = _rest_specs(plan, spec.placements), replicated, plan.batch_spec, replicated
     sums_specs = prefix(replicated, replicated, replicated, aux=_aux_specs(spec))
     out_specs = _rest_specs(plan, spec.trained_placements), sums_specs, replicated
     shards = to_replica_view(params, spec.placements, plan.mesh)
-    grads, sums, after = _by_device(local, plan, in_specs, out_specs)(shards, model_state, batch, key)
+    grads, sums, new_state = _by_device(local, plan, in_specs, out_specs)(shards, model_state, batch, key)
     grads = from_replica_view(grads, spec.trained_placements, plan.mesh)
-    return grads, sums, with_trained(model_state, after, changed)
+    return grads, sums, with_trained(model_state, new_state, changed)
 
 
 def _by_device(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
-"""Trees of a custom loop, made sharded or moved as a plan says: models, and the trees that belong to them.
+"""Make or move the trees of a custom loop, sharded as a plan says: models, and the trees that belong to them.
 
 A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
 arrays) get their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters, as
-an optimizer's state does, and each leaf is sharded like its parameter. Keys and `wrt` are resolved here.
+an optimizer's state does, and each leaf is sharded like its parameter. The file also resolves keys and `wrt`.
 """
 
 from __future__ import annotations

@@ -72,18 +72,18 @@ def _operands_passed_on(eqn: JaxprEqn) -> list[int | None]:
     if name in CALLS:
         return _passed_on_inputs(inner[0])
     if name == "cond":  # the first operand selects the branch
-        found = [_passed_on_inputs(branch) for branch in inner]
-        return [None if len({*each}) > 1 or each[0] is None else each[0] + 1 for each in zip(*found, strict=True)]
+        inputs = [_passed_on_inputs(branch) for branch in inner]
+        return [None if len({*each}) > 1 or each[0] is None else each[0] + 1 for each in zip(*inputs, strict=True)]
     if name == "scan":  # carries that do not change, and inputs that are returned
         constants, carried = scan_counts(eqn)
-        found = _passed_on_inputs(inner[0])
-        kept = [n if n == constants + place else None for place, n in enumerate(found[:carried])]
-        return kept + [n if n is not None and n >= constants + carried else None for n in found[carried:]]
+        inputs = _passed_on_inputs(inner[0])
+        kept = [n if n == constants + place else None for place, n in enumerate(inputs[:carried])]
+        return kept + [n if n is not None and n >= constants + carried else None for n in inputs[carried:]]
     if name == "while":
         constants, body = eqn.params["cond_nconsts"], eqn.params["body_jaxpr"].jaxpr
         own = eqn.params["body_nconsts"]
-        found = _passed_on_inputs(body)
-        return [constants + n if n == own + place else None for place, n in enumerate(found)]
+        inputs = _passed_on_inputs(body)
+        return [constants + n if n == own + place else None for place, n in enumerate(inputs)]
     return [None] * len(eqn.outvars)
 
 

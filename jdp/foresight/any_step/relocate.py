@@ -1,7 +1,7 @@
-"""A jitted function's program on other devices: the same axes with other sizes, and every mesh in it exchanged.
+"""Move a jitted function's program to other devices: its mesh keeps its axes, but may change their sizes.
 
-The function closes over its mesh, in `NamedSharding`s of constraints and of the jit, and in `shard_map`s. The jaxpr
-gets the target's mesh in their place (`Exchange`), and in the types of its variables. A `shard_map`'s body has one
+The function closes over its mesh, in `NamedSharding`s of constraints and of the jit, and in `shard_map`s. `Exchange`
+puts the target's mesh in their place in the jaxpr and in the types of its variables. The body of a `shard_map` has one
 device's shapes, so its sizes must stay, unless it takes the context's mesh or belongs to `jdp.value_and_grad`. If the
 new mesh cannot split a batch's rows, they are rounded up and the function is traced again.
 """
