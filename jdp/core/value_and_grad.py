@@ -321,7 +321,7 @@ class ValueAndGrad(Generic[*Arguments]):
         """Refuse a call inside of `shard_map`, and report models that a jitted function closes over."""
         if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.mesh.axis_names}:
             raise UserError(
-                "A gradient is of global arrays, and shards them itself; given a call inside a shard_map over "
+                "A gradient takes global arrays and shards them itself; given a call inside a shard_map over "
                 f"{', '.join(sorted(manual))}. Call it outside."
             )
         for number, params in enumerate(state.params):

@@ -241,8 +241,8 @@ def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
         if trained and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise UserError(
                 f"Every parameter that is trained must be floating point; {path} is {leaf.dtype}. Freeze it (wrt="
-                "patterns of what is trained), or keep it out of the parameters (in NNX: a variable that is not an "
-                "nnx.Param). Split complex weights into real and imaginary parts."
+                "patterns of the trained parameters), or keep it out of the parameters (in NNX: a variable that is not "
+                "an nnx.Param). Split complex weights into real and imaginary parts."
             )
     return None if all(selected) else selected
 

@@ -177,7 +177,7 @@ def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argumen
         first = list(dict.fromkeys(each.path for each in arguments))
         hint = nearest(str(params), first, cutoff=0.3)
         raise UserError(
-            f"params names floating-point arguments of the step, such as {first[0]}; given {params!r}, which none "
-            f"matches{hint}"
+            f"params names floating-point arguments of the step, such as {first[0]}; given {params!r}, which "
+            f"matches none{hint}"
         )
     return found
