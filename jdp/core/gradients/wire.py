@@ -48,10 +48,10 @@ def seeds(wire: Encoding | None, key: jax.Array) -> Callable[[Any], jax.Array | 
     return lambda number: jax.random.bits(jax.random.fold_in(rounding, number), (), jnp.uint32)
 
 
-def seeds_by_leaf(tree: PyTree, seed: jax.Array | None) -> PyTree:
-    """Return a tree of seeds like `tree`; of None without a seed."""
+def seeds_by_leaf(tree: PyTree, seed: jax.Array) -> PyTree:
+    """Return a tree of seeds like `tree`."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([None] * len(leaves) if seed is None else list(_several(seed, len(leaves))))
+    return structure.unflatten(list(_several(seed, len(leaves))))
 
 
 def seeds_by_row(placements: PyTree, shards: PyTree, seed: jax.Array) -> PyTree:

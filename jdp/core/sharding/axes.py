@@ -70,10 +70,6 @@ class BatchUnit:
     def rows(self) -> int:
         return math.prod(self.factors.values())
 
-    def round_up(self, rows: int) -> int:
-        """Return the smallest multiple of the divisor that is not below `rows`."""
-        return -(-rows // self.rows) * self.rows
-
     def rule(self, rows: int, subject: str = "a batch's rows") -> str:
         """Return the rule and the number given: "a batch's rows must divide by data=4 × accumulate=3 = 12; given 9"."""
         return f"{subject} must divide by {equation(self.factors)}; given {rows}"

@@ -132,7 +132,7 @@ def cudnn_of(target: Target) -> int | None:
 
 
 def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
-    raised = unit.round_up(rows)
+    raised = -(-rows // unit.rows) * unit.rows
     if raised == rows:
         return rows, ()
     rule = unit.rule(rows)
