@@ -165,10 +165,7 @@ def check_global(batch: Batch) -> None:
 
 
 def agree_on_inputs(caller: str, state: AnyState, batch: Batch, plan: Plan, *, again: bool = False) -> None:
-    """Check that all processes have the same shapes, dtypes, plan and key; raise as `agree` does.
-
-    `again`: they agreed before on these shapes, and were called with others since.
-    """
+    """Check that all processes have the same inputs; raise as `agree` does. `again`: they agreed on these before."""
     fix = "Each process feeds as many rows as it has shards of the batch (jdp.process_rows), and all the same dtypes."
     numbers = "\n".join(f"{path} = {text}" for path, _, text in local_numbers(state)) or "none"
     facts = [

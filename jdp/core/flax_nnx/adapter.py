@@ -139,10 +139,7 @@ def metadata(tree: Any) -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
-    """Return the spec in a variable's metadata; empty if there is none.
-
-    Layers that a plain `vmap` stacked still have one layer's metadata, which describes the last dimensions.
-    """
+    """Return the spec in a variable's metadata; after a plain `vmap` over layers it is for the last dimensions."""
     spec = get_var_pspec(variable) or PartitionSpec()
     if not any(spec) or not hasattr(variable.get_value(), "ndim"):  # a tree of arrays
         return PartitionSpec()

@@ -33,10 +33,7 @@ from jdp.core.types import Batch, PyTree
 
 
 def to_replica_view(params: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
-    """Reshape global leaves at rest for `shard_map`: [..., size, ...] -> [..., M, size / M, ...].
-
-    Only the dimension that both `data` and a model axis shard is reshaped; other leaves are returned unchanged.
-    """
+    """Reshape each dimension that `data` and a model axis shard: [..., size, ...] -> [..., M, size / M, ...]."""
 
     def reshape(x: jax.Array, placement: Placement) -> jax.Array:
         count, dim = model_shards(placement, mesh), placement.dim

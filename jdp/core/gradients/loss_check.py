@@ -102,10 +102,7 @@ class Trial:
         return loss_findings.of_averages([leaf for leaf in leaves if leaf[0] in self.statistics], count)
 
     def _compiled(self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array) -> Callable[[bool], Any]:
-        """Compile `function(forward, two sets of rows)`, for weights and rows moved or not.
-
-        `forward` of rows returns the sums of a call of the loss, and the model state after it.
-        """
+        """Compile `function(forward, two sets of rows)`, for values moved or not; `forward(rows)` -> (sums, state)."""
         precision = Precision(self.spec.settings.precision.params, "fp32", "fp32")
         settings = replace(self.spec.settings, precision=precision, accumulate=1)
         spec, replicated = replace(self.spec, settings=settings, draws=None), self.spec.plan.replicated

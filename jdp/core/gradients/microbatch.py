@@ -39,10 +39,7 @@ def working_copy(collectives: Collectives, params: PyTree) -> PyTree:
 
 
 def boundary_of(collectives: Collectives, *, in_loops: bool = False, sums_others: bool = False) -> Boundary:
-    """Return the boundary of a microbatch: a single microbatch gathers and sums, others as the strategy says.
-
-    With `sums_others` it is the last of several: it sums the gradients of all, if the strategy sums once a step.
-    """
+    """Return the boundary of a microbatch; with `sums_others`, of the last one, which sums the gradients of all."""
     strategy, settings = collectives.spec.strategy, collectives.spec.settings
     is_only, at_use = settings.accumulate == 1, strategy.gather == "use"
     completes = (is_only or sums_others) and settings.wire is None

@@ -48,11 +48,7 @@ class RowDraws:
     shared: frozenset[Drawn] = frozenset()  # the other draws
 
     def key(self, key: jax.Array, *, offset: Any, stride: int, total: int) -> jax.Array:
-        """Return the row key of a part of the batch, made from the step's key, which is the same on every device.
-
-        `offset` is the global row of local row 0, `stride` the distance between two local rows in the global batch, and
-        `total` the number of its rows.
-        """
+        """Return a part's row key from the step's key; local row i is row `offset + stride * i` of the `total` rows."""
         words = (*jax.random.key_data(key), offset, stride, total)
         words = jnp.stack([jnp.asarray(word, jnp.uint32) for word in words])
         return jax.random.wrap_key_data(words, impl=_impl(self))
@@ -87,10 +83,7 @@ class _Draw:
 
 
 def _draws(jaxpr: Jaxpr, called_at: str | None = None) -> Iterator[_Draw]:
-    """Yield the random operations of a jaxpr in order, and the scans that contain some.
-
-    A jitted function is traced once for all callers: `called_at` is the line of the call.
-    """
+    """Yield the random operations of a jaxpr, and the scans around some; `called_at`: the line that calls its `jit`."""
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     for eqn in jaxpr.eqns:
         kind: str = eqn.primitive.name

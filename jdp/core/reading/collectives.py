@@ -103,7 +103,7 @@ def gathers_by_layer(jaxpr: Any) -> bool:
 def reduced_by_layer(jaxpr: Any) -> dict[str, tuple[int, int]]:
     """Return for each parameter the elements that a trace reduces, in all layers and uses, and the number of layers.
 
-    Returns {} without layers, and if a branch of a condition reduces, because not every call does.
+    Return {} without layers, or if a branch of a condition reduces, because then not every call does.
     """
     sums: dict[str, Counter[str]] = {}
     layers = Counter[tuple[str, str]]()

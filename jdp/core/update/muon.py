@@ -245,12 +245,10 @@ def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Arr
 
 
 def _by_devices(function: Callable[[jax.Array], jax.Array], stack: jax.Array, mesh: AnyMesh | None) -> jax.Array:
-    """Apply a function to a stack [n, a, b]; each device computes n / N matrices.
-
-    Before and after it the matrices' own dimensions are open, so XLA shards them like the parameters.
-    """
+    """Apply a function to a stack [n, a, b]; each device computes n / N matrices."""
     if mesh is None:
         return function(stack)
+    # outside of the function a and b are open, so XLA shards them like the parameters
     at_rest = NamedSharding(mesh, PartitionSpec(None, OPEN, OPEN))
     divided = NamedSharding(mesh, PartitionSpec(DATA))
     stack = jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(stack, at_rest), divided)
