@@ -84,7 +84,11 @@ class Evaluation:
                 if not goes_on():
                     return None
         if not weight:
-            raise ExperimentError(f"An evaluation needs weights above 0; given {name}, which has none in what is read")
+            more = "" if limit is None else f', or set train.eval_batches = "{ALL}"'
+            raise ExperimentError(
+                f"an evaluation needs weights above 0; given {name}, with weight 0 in all rows that were read: correct "
+                f"its weights{more}"
+            )
         means = {metric: totals[metric] / weight for metric in sorted(totals, key=lambda each: (each != "loss", each))}
         if self.assembly.experiment.in_bits:
             asked, bits = self.assembly.experiment.train.eval_metrics, means["loss"] / math.log(2)

@@ -90,9 +90,10 @@ def test_evaluations_use_the_averaged_parameters(points):
 def test_an_evaluation_without_weights_is_refused(tmp_path):
     with np.load(write_points(tmp_path, points_text(OF_CLASSES)).with_name("points.npz")) as arrays:
         np.savez(tmp_path / "others.npz", **arrays, weights=np.zeros(len(arrays["labels"]), np.float32))
-    assembly = assembled(tmp_path / "points.toml")
-    with pytest.raises(ExperimentError, match="weights above 0; given eval_others"):
-        Evaluation(assembly).of(assembly.training.state())
+    for batches, fix in (("all", "$"), ("1", ', or set train.eval_batches = "all"$')):
+        assembly = assembled(tmp_path / "points.toml", **{"train.eval_batches": batches})
+        with pytest.raises(ExperimentError, match=f"weights above 0; given eval_others, .*: correct its weights{fix}"):
+            Evaluation(assembly).of(assembly.training.state())
 
 
 def test_best_is_the_smallest_loss_or_largest_accuracy():
