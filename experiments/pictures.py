@@ -10,7 +10,7 @@ setting, light or dark.
 The second writes FOLDER/train and FOLDER/val, each with a folder for each of four classes of JPEG files: horizontal
 stripes, vertical stripes, a chessboard, noise; with random colours, sizes and periods. Train on them as on ImageNet:
 
-    jdp train experiments/imagenet_vit.toml --data.source hf:imagefolder:FOLDER:train \
+    jdp train experiments/imagenet_vit.toml --data.source hf:imagefolder:FOLDER:train \\
         --data.heldout hf:imagefolder:FOLDER:validation --model.classes 4
 """
 

@@ -374,7 +374,7 @@ class Checkpoints:
         return self.directory / f"{upkeep.SAVING}{step}"
 
     def _check_newest(self, step: int) -> None:
-        """Raise CheckpointError if this step, or one after the last step that this object has seen, exists."""
+        """Raise CheckpointError if this step or a later one exists, or any after the last step that this object saw."""
         seen = step - 1 if self._reached is None else min(step - 1, self._reached)
         there = [other for other in upkeep.committed_steps(self.directory) if other > seen]
         if not there and os.path.lexists(self.directory / str(step)):

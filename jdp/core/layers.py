@@ -252,8 +252,8 @@ class _Body:
         """Whether stacked layers are compiled one by one, if they are few: a loop would copy their activations.
 
         On a CPU rematerialised layers stay a loop, so that XLA does not merge the recomputation with the forward pass.
-        On a mesh with a model axis layers stay a loop too, because XLA then hides more of the traffic along that axis.
-        A step of experiments/tensor_parallel.toml takes 813 ms on h100:8x8 (simulated, experiments/LOG.md).
+        On a mesh with a model axis layers stay a loop too, because XLA then hides more of the traffic along that axis
+        (tensor_parallel in experiments/LOG.md).
         """
         platform = traced_device().platform
         few = self.layers <= _MOST_UNROLLED.get(platform, 0)
