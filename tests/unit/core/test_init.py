@@ -1,13 +1,15 @@
 """The state is born sharded, bitwise the same on any mesh, and `abstract_state` is its description."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
+from tiny_states import assert_same_bits
+from trainings import plan_of as _plan_of
 
 import jdp
 
@@ -27,23 +29,16 @@ def make(rng):
 
 
 def plan_of(strategy, **axes):
-    count = int(np.prod(list(axes.values())))
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:count], **axes), strategy, min_shard_size=64)
+    return _plan_of(strategy, math.prod(axes.values()), min_shard_size=64, **axes)
 
 
 def initial(plan, rng=None, init=make):
     return jdp.init_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(3) if rng is None else rng)
 
 
-def values(state):
-    """Every leaf by path, on the host; the key as its words."""
-    words = jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, state)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(words)}
-
-
 @functools.cache
 def reference():
-    return values(initial(plan_of("ddp", data=1)))
+    return initial(plan_of("ddp", data=1))
 
 
 @pytest.mark.parametrize(
@@ -58,10 +53,7 @@ def reference():
 @pytest.mark.default_ids("zero3-axes0", "zero1-axes2", "ddp-axes3")
 def test_initial_values_are_the_same_on_any_mesh(strategy, axes):
     state = initial(plan_of(strategy, **axes))
-    got, want = values(state), reference()
-    assert got.keys() == want.keys()
-    for path in want:
-        np.testing.assert_array_equal(got[path], want[path], err_msg=path, strict=True)
+    assert_same_bits(state, reference())
     sharded = [leaf for leaf in jax.tree.leaves(state.params) if not leaf.is_fully_replicated]
     assert len(sharded) == (0 if strategy == "ddp" else 2)  # the kernel and the embedding
 
