@@ -12,6 +12,12 @@ def plan_of(strategy="ddp", devices=8, *, min_shard_size=8, rules=(), **axes):
     return jdp.Plan(mesh, strategy, rules=rules, min_shard_size=min_shard_size)
 
 
+def abstract_step(loss, init, tx, plan, *, wrt=None, **settings):
+    """(step, abstract state): what is traced or compiled for a target. The loss is not tried."""
+    state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt)
+    return jdp.make_train_step(loss, plan, **{"check_loss": False, **settings}), state
+
+
 def train(loss, init, tx, plan, batches, *, seed=0, wrt=None, **settings):
     """Train a new state on these batches: (step, last state, metrics of each step). The loss is not tried before."""
     state = jdp.init_state(init, tx, plan, rng=jax.random.key(seed), wrt=wrt)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from aligned_arrays import aligned
+from trainings import plan_of
 
 import jdp
 from jdp.base.tree_paths import PACKAGE
@@ -22,7 +23,7 @@ def loss(params, batch, rng):
 
 @pytest.fixture(scope="module")
 def plan():
-    return jdp.Plan(jdp.make_mesh(data=8), "zero1", min_shard_size=0)
+    return plan_of("zero1", min_shard_size=0)
 
 
 ADAM = optax.adam(0.1)
