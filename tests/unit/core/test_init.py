@@ -114,20 +114,6 @@ def test_a_filled_array_compiles_the_step_once(init):
         assert not getattr(leaf, "weak_type", False) and not getattr(about, "weak_type", False)
 
 
-@pytest.mark.parametrize(
-    ("init", "message"),
-    [
-        (lambda rng: {"w": jnp.zeros(8), "table": jnp.zeros(8, jnp.int32)}, "floating point.*; table is int32"),
-        (lambda rng: {"w": jnp.zeros(8), "dtype": jnp.float32}, "holds arrays only"),
-        (lambda rng: {}, "given one without"),
-        (lambda rng: nnx.Dropout(0.1, rngs=nnx.Rngs(rng)), "given one without"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused(init, message):
-    with pytest.raises(ValueError, match=message):
-        jdp.abstract_state(init, optax.sgd(0.1), plan_of("ddp", data=1), rng=jax.random.key(0))
-
-
 def test_linens_other_collections_are_not_trained_as_parameters():
     def init(rng):
         return {"params": {"w": jnp.ones(3)}, "batch_stats": {"mean": jnp.zeros(3)}}
