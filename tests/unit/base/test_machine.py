@@ -52,7 +52,7 @@ def slow_loss(params, batch, rng):
 
 @pytest.mark.parametrize("kind", ["train", "gradient"])
 def test_a_call_waits_for_the_one_before(kind):
-    plan, key = jdp.Plan(jdp.make_mesh(), "ddp"), jax.random.key(0)
+    plan, key = jdp.Plan(jdp.make_mesh()), jax.random.key(0)
     state = jdp.init_state(lambda rng: {"w": jax.random.normal(rng, (256, 256))}, optax.sgd(1e-3), plan, rng=key)
     batch = jax.device_put({"x": np.ones((256, 256), np.float32)}, plan.batch_sharding)
     if kind == "train":
