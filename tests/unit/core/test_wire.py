@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from judged import judged
+from trainings import plan_of as _plan_of
 
 import jdp
 from jdp.base import notices
@@ -39,7 +40,7 @@ def batch(step):
 def plan_of(strategy, mesh="8"):
     axes = MESHES[mesh]
     rules = [("a", P(None, "model")), ("b", P(None, None, "model"))] if "model" in axes else []
-    return jdp.Plan(jdp.make_mesh(**axes), strategy, rules=rules, min_shard_size=8)
+    return _plan_of(strategy, rules=rules, **axes)
 
 
 def zeros(rng):
@@ -119,9 +120,6 @@ def test_a_nonfinite_gradient_skips_the_step():
         jax.tree.map(np.testing.assert_array_equal, own(after), own(state))
 
 
-# The contract.
-
-
 @functools.cache
 def report_of(strategy, wire, target=None, **settings):
     plan = jdp.Plan(jdp.make_mesh(), strategy)
@@ -161,9 +159,6 @@ def test_int8_on_the_wire_of_real_gpus():
     assert report.wire_bytes_per_device < report_of("zero3", None).wire_bytes_per_device
 
 
-# Buckets.
-
-
 def test_buckets_are_thresholds_of_xlas_compiler_for_gpus(monkeypatch):
     monkeypatch.setattr(notices, "_said", set())
     step = jdp.make_train_step(linear, plan_of("ddp"), buckets=25 * 2**20, check_loss=False)
@@ -182,6 +177,3 @@ def test_gpus_join_collectives_up_to_the_buckets_size():
         [row] = [row for row in report_of("ddp", None, "h100:1x8", buckets=buckets).rows if row.kind == "all-reduce"]
         counts.append(row.count)
     assert counts == [3, 1]
-
-
-# What is refused.
