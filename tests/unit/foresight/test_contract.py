@@ -1,7 +1,6 @@
 """The communication contract against numbers counted by hand, and breaches planted in programs that XLA compiled for
 eight H100s: each is named by kind, parameter, source line and remedy."""
 
-import functools
 import inspect
 
 import jax
@@ -10,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from judged import judged
+from judged import judged, source_line
+from trainings import abstract_step
 
 import jdp
 from jdp.core.step_settings import StepSettings
@@ -142,25 +142,15 @@ def looks_at_whole_weights(mesh):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-@functools.cache
-def verified(model, strategy, *, features=256, width=320, whole=False, min_shard_size=1024, **settings):
+def verified(model, strategy, *, features=256, width=320, whole=False, min_shard_size=1024, init=None, **settings):
     mesh = jdp.make_mesh(devices=target("h100:1x8").devices)
     plan = jdp.Plan(mesh, strategy, min_shard_size=min_shard_size)
-
-    def init(rng):
-        return {"w": jax.random.normal(rng, (features, width)), "v": jax.random.normal(rng, (width, 64))}
-
+    shapes = {"w": (features, width), "v": (width, 64)}
+    normal = lambda rng: {name: jax.random.normal(rng, shape) for name, shape in shapes.items()}  # noqa: E731
     tx = optax.chain(optax.sgd(1e-3), looks_at_whole_weights(mesh)) if whole else optax.sgd(1e-3)
-    state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0))
-    batch = {"x": jax.ShapeDtypeStruct((96, features), "float32")}
-    step = jdp.make_train_step(lambda p, b, rng: sums(model(p, b, mesh)), plan, **settings, check_loss=False)
-    return judged(step, state, batch)
-
-
-def at(function, text):
-    """The source line of the line of `function` that contains `text`."""
-    lines, first = inspect.getsourcelines(function)
-    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+    loss = lambda params, batch, rng: sums(model(params, batch, mesh))  # noqa: E731
+    step, state = abstract_step(loss, init or normal, tx, plan, **settings)
+    return judged(step, state, {"x": jax.ShapeDtypeStruct((96, features), "float32")})
 
 
 @pytest.mark.aot
@@ -168,7 +158,10 @@ def test_auto_synchronises_in_the_loop():
     report = verified(plain, "zero1", accumulate=4, partitioning="auto")
     assert not report.kept
     first, second = report.breaches
-    for breach, path, line in ((first, "w", at(plain, '@ params["w"]')), (second, "v", at(plain, '@ params["v"]'))):
+    for breach, path, line in (
+        (first, "w", source_line(plain, '@ params["w"]')),
+        (second, "v", source_line(plain, '@ params["v"]')),
+    ):
         assert breach.startswith("reduce-scatter of ")
         assert f"4 times a step for {path} (by shape), at {line}" in breach
         assert "sent for every microbatch, but promised once a step" in breach
@@ -198,12 +191,12 @@ def test_a_loss_that_gathers_activations_is_named():
     assert not report.kept
     assert all("no parameter has this shape" in breach for breach in report.breaches)  # jax 0.12 reduces some besides
     [breach] = [breach for breach in report.breaches if breach.startswith("all-gather of ")]
-    assert f"{__file__}:{inspect.getsourcelines(gathers_activations)[1] + 1}" in breach  # the product it gathers for
+    assert source_line(gathers_activations, '@ params["w"]') in breach  # the product it gathers for
     by_hand = verified(gathers_by_hand, "ddp", partitioning="manual")
     assert not by_hand.kept
     assert any(breach.startswith("all-gather of 120 KiB f32, at ") for breach in by_hand.breaches)  # 96 x 320 x 4 bytes
-    assert all(at(gathers_by_hand, "all_gather") in breach for breach in by_hand.breaches)
-    assert all("no parameter has this shape, so these are activations" in breach for breach in by_hand.breaches)
+    told = f"{source_line(gathers_by_hand, 'all_gather')}: no parameter has this shape, so these are activations"
+    assert all(told in breach for breach in by_hand.breaches)
 
 
 @pytest.mark.aot
@@ -224,3 +217,47 @@ def test_a_large_unsharded_leaf_is_named():
     small = verified(plain, "zero2", min_shard_size=10**6, partitioning="manual")
     assert not small.kept
     assert "Lower Plan(min_shard_size=...)" in small.breaches[0]
+
+
+# Parameters below min_shard_size: 12 kernels [24, 24] and as many biases, 7,200; and a kernel that is sharded.
+
+LAYERS, SIDE = 12, 24
+
+
+def init_layers(rng):
+    layers = {f"layer{i}": {"w": jnp.eye(SIDE), "b": jnp.zeros(SIDE)} for i in range(LAYERS)}
+    return layers | {"last": jnp.zeros((SIDE, 64))}
+
+
+def many_layers(params, batch, mesh):
+    x = batch["x"]
+    for i in range(LAYERS):
+        x = jnp.tanh(x @ params[f"layer{i}"]["w"] + params[f"layer{i}"]["b"])
+    return x @ params["last"]
+
+
+@pytest.mark.rest
+@pytest.mark.aot
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_leaves_below_min_shard_size_are_all_reduced(strategy):
+    report = verified(many_layers, strategy, init=init_layers, features=SIDE, partitioning="manual")
+    payload = 4 * LAYERS * (SIDE * SIDE + SIDE)
+    assert report.theory.unsharded.payload_bytes == payload
+    assert report.kept and report.breaches == (), report
+    assert report.ratio == pytest.approx(1, abs=0.01)  # the rest are scalars
+    assert report.theory.parameters == payload // 4 + 24 * 64  # of all
+    [note] = [note for note in report.notes if "all-reduced whole" in note]
+    assert note.startswith(
+        "24 parameters of fewer than 1024 elements are all-reduced whole: 28.1 KiB a step, as planned"
+    )
+
+
+@pytest.mark.aot
+def test_planned_all_reduces_stay_within_the_total():
+    """In bf16 a gather takes half of what an all-reduce's second half takes: so small a model is better off in ddp."""
+    settings = {"partitioning": "manual", "precision": "bf16"}
+    report = verified(many_layers, "zero1", init=init_layers, features=SIDE, **settings)
+    assert not report.kept and report.ratio > 1.02
+    [breach] = report.breaches
+    assert "are all-reduced whole by plan: 49.2 KiB" in breach  # 7/4 of the payload
+    assert "ddp" in breach

@@ -57,9 +57,6 @@ def test_convolutions_forward_and_backward():
     assert flops(program) == 3 * one  # the output, for the loss' gradient; and the gradients of input and kernel
 
 
-# Texts by hand.
-
-
 def text(entry, others="", parameters=()):
     """A module whose entry has `parameters` p0, p1, … of these types, and the lines of `entry`."""
     given = "\n".join(f"  %p{i} = {kind} parameter({i})" for i, kind in enumerate(parameters))
