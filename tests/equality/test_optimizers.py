@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from judged import judged
 from optax import contrib
-from trainings import assert_close
+from trainings import abstract_step, assert_close
 from trainings import plan_of as _plan_of
 
 import jdp
@@ -186,8 +186,7 @@ def test_elementwise_optimizers_send_their_row(names):
     """Of norms and factors XLA sends a few numbers."""
     plan = jdp.Plan(jdp.make_mesh(), "zero1", min_shard_size=32)
     init = lambda rng: {name: {key: jnp.ones(shape) for key, shape in SHAPES.items()} for name in names}  # noqa: E731
-    state = jdp.abstract_state(init, together(names), plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(perceptrons, plan, partitioning="manual", check_loss=False)
+    step, state = abstract_step(perceptrons, init, together(names), plan, partitioning="manual")
     report = judged(step, state, {"x": jax.ShapeDtypeStruct((ROWS, 64), "float32")})
     assert report.kept, report
 

@@ -69,9 +69,8 @@ def test_failing_to_join_is_never_swallowed(joining, monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
-    with pytest.raises(
-        RuntimeError, match=r"part of a cluster \(arguments\) and could not join it: coordinator_address"
-    ):
+    words = r"part of a cluster \(arguments\) and could not join it: coordinator_address"
+    with pytest.raises(RuntimeError, match=words):
         initialize("127.0.0.1:1", 2, 0)
 
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from described_gpus import WITHOUT_TRITON
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from judged import judged
 from plain_layers import init_layers, layers_loss, tokens_of
-from trainings import plan_of, train
+from trainings import abstract_step, plan_of, train
 
 import jdp
 from jdp.foresight.targets.resolve import target
@@ -174,9 +175,8 @@ def report_of(strategy, tokens, axes, rules=(), **sizes):
     """The report of a step for 64 H100 in 8 hosts, with SGD and without Triton: what is sent depends on neither."""
     plan = jdp.Plan(jdp.make_mesh(devices=target("h100:8x8").devices, **axes), strategy, rules=rules)
     init = functools.partial(init_layers, layers=4, vocabulary=512, **sizes)
-    state = jdp.abstract_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(0))
-    settings = {"accumulate": 4, "precision": "bf16", "compiler": {"xla_gpu_enable_triton_gemm": False}}
-    step = jdp.make_train_step(functools.partial(layers_loss, remat="full"), plan, **settings, check_loss=False)
+    loss, settings = functools.partial(layers_loss, remat="full"), {"accumulate": 4, "precision": "bf16"}
+    step, state = abstract_step(loss, init, optax.sgd(1e-3), plan, compiler=WITHOUT_TRITON, **settings)
     report = judged(step, state, tokens_of(tokens, 64))
     assert report.kept, str(report)
     return report

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from trainings import assert_close, plan_of, train
+from trainings import abstract_step, assert_close, plan_of, train
 
 import jdp
 
@@ -144,9 +144,8 @@ def test_manual_refuses_counts_of_the_batch(through_seen, accumulate):
     def trace(partitioning, devices):
         plan = plan_of("zero3", devices)
         init = lambda rng: Counting(nnx.Rngs(rng), through_seen)  # noqa: E731
-        state = jdp.abstract_state(init, TX, plan, rng=jax.random.key(0))
-        settings = {"partitioning": partitioning, "accumulate": accumulate, "check_loss": False}
-        jax.eval_shape(jdp.make_train_step(loss_fn, plan, **settings), state, data())
+        step, state = abstract_step(loss_fn, init, TX, plan, partitioning=partitioning, accumulate=accumulate)
+        jax.eval_shape(step, state, data())
 
     with pytest.raises(
         ValueError, match=r"other \(int32\) would depend on each device's rows.*Use partitioning='auto'"
@@ -225,8 +224,7 @@ def test_loops_and_branches_write_no_parameter(name):
             return HANDED_ON[name](self.block, x)
 
     plan = plan_of("zero3", 2)
-    state = jdp.abstract_state(lambda rng: Handing(nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(loss_fn, plan, check_loss=False)
+    step, state = abstract_step(loss_fn, lambda rng: Handing(nnx.Rngs(rng)), TX, plan)
     jax.eval_shape(step, state, data())
     assert step.partitioning == "manual"
 
@@ -237,8 +235,8 @@ def test_a_call_that_writes_a_parameter_is_refused(partitioning):
 
     def trace(does_write):
         init = lambda rng: Writing(nnx.Rngs(rng), does_write)  # noqa: E731
-        state = jdp.abstract_state(init, TX, plan_of("zero3"), rng=jax.random.key(0))
-        jax.eval_shape(jdp.make_train_step(loss_fn, plan_of("zero3"), partitioning=partitioning), state, data())
+        step, state = abstract_step(loss_fn, init, TX, plan_of("zero3"), partitioning=partitioning, check_loss=True)
+        jax.eval_shape(step, state, data())
 
     trace(does_write=False)
     with pytest.raises(ValueError, match=r"the optimizer alone; .* writes linear/kernel, an nnx.Param.*set_value"):

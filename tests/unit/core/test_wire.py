@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from judged import judged
+from trainings import abstract_step
 from trainings import plan_of as _plan_of
 
 import jdp
@@ -130,8 +131,7 @@ def report_of(strategy, wire, target=None, **settings):
         return jdp.Loss((x**2).sum(), jnp.float32(x.shape[0]))
 
     init = lambda rng: {name: jnp.zeros(shape) for name, shape in shapes.items()}  # noqa: E731
-    state = jdp.abstract_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(loss, plan, wire=wire, partitioning="manual", **settings, check_loss=False)
+    step, state = abstract_step(loss, init, optax.sgd(RATE), plan, wire=wire, partitioning="manual", **settings)
     return judged(step, state, {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}, target, cache=False)
 
 
