@@ -5,6 +5,7 @@ another order; Newton-Schulz steps make 1e-6 of that at most.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from flax import nnx
 from judged import judged
 from trainings import assert_close
+from trainings import plan_of as _plan_of
 
 import jdp
 from jdp.base import notices
@@ -63,16 +65,13 @@ def by_hand(shapes, tx):
     return jax.device_get((params, opt_state))
 
 
-def plan_of(strategy="zero1", devices=8, mesh=None, **settings):
-    mesh = mesh if isinstance(mesh, jax.sharding.Mesh) else jdp.make_mesh(devices=jax.devices()[:devices], **mesh or {})
-    return jdp.Plan(mesh, strategy, **{"min_shard_size": 24, **settings})
+plan_of = functools.partial(_plan_of, min_shard_size=24)
 
 
-def start(plan, shapes, tx, accumulate=1, wrt=None, **settings):
-    state = jdp.init_state(
-        lambda rng: jax.tree.map(jnp.asarray, arrays(shapes, 1)), tx, plan, rng=jax.random.key(0), wrt=wrt
-    )
-    return state, jdp.make_train_step(loss_of(shapes), plan, accumulate=accumulate, **settings, check_loss=False)
+def start(plan, shapes, tx, accumulate=1):
+    init = lambda rng: jax.tree.map(jnp.asarray, arrays(shapes, 1))  # noqa: E731
+    state = jdp.init_state(init, tx, plan, rng=jax.random.key(0))
+    return state, jdp.make_train_step(loss_of(shapes), plan, accumulate=accumulate, check_loss=False)
 
 
 def run(state, step):
@@ -158,17 +157,16 @@ def test_equals_one_device(strategy, devices, accumulate):
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    "settings",
+    "plan",
     [
-        {"strategy": "zero1", "mesh": {"replica": 4, "data": 2}},
-        {"strategy": "zero3", "offload": "optimizer"},
-        {"strategy": "zero3", "mesh": {"data": 4, "model": 2}},
+        plan_of("zero1", replica=4, data=2),
+        replace(plan_of("zero3"), offload="optimizer"),
+        plan_of("zero3", data=4, model=2),
     ],
     ids=["replica", "offload", "model"],
 )
-def test_on_other_meshes(settings):
-    reference = optax.contrib.muon(1e-2, **SETTINGS)
-    assert_trains_as_one_device(SHAPES, muon(), plan_of(**settings), reference)
+def test_on_other_meshes(plan):
+    assert_trains_as_one_device(SHAPES, muon(), plan, optax.contrib.muon(1e-2, **SETTINGS))
 
 
 @pytest.mark.parametrize("shapes", [{"a": {"w": (64, 32), "b": (240,)}, "c": (8, 8, 8)}, (33, 31)])

@@ -71,17 +71,17 @@ class Stateful(eqx.Module):
     norm: eqx.nn.BatchNorm
     layer: eqx.nn.Linear
 
-    def __init__(self, key, mode, axes):
+    def __init__(self, key, mode):
         self.layer = eqx.nn.Linear(WIDTH, WIDTH, key=key)
-        self.norm = eqx.nn.BatchNorm(WIDTH, axis_name=axes, mode=mode)
+        self.norm = eqx.nn.BatchNorm(WIDTH, axis_name="rows", mode=mode)
 
     def __call__(self, x, state):
         x, state = self.norm(self.layer(x), state)
         return self.norm(jnp.tanh(x), state)
 
 
-def stateful(mode, axes="rows"):
-    model, state = eqx.nn.make_with_state(Stateful)(KEY, mode, axes)
+def stateful(mode):
+    model, state = eqx.nn.make_with_state(Stateful)(KEY, mode)
     params, static = eqx.partition(model, eqx.is_array)
 
     def loss(params, state, batch, rng):

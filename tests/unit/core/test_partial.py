@@ -115,9 +115,6 @@ def test_the_contract_counts_trained_gradients(strategy):
     assert promised.payload_bytes == wanted[strategy]
 
 
-# Bad input.
-
-
 @pytest.mark.parametrize(
     ("init", "wrt", "words"),
     [

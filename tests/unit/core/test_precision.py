@@ -41,9 +41,6 @@ def test_weights_must_rest_as_the_precision_says():
         jdp.Precision().check_params({"b": params["b"]})
 
 
-# What the step makes of it.
-
-
 @pytest.mark.parametrize(
     ("strategy", "partitioning", "trains"),
     [("ddp", "auto", True), ("zero3", "manual", True), ("zero2", "auto", False), ("ddp", "manual", False)],

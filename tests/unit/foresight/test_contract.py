@@ -26,47 +26,38 @@ PARAMS = {
     "v": jax.ShapeDtypeStruct((128, 8), "float32"),
     "b": jax.ShapeDtypeStruct((8,), "float32"),
 }
-ROWS = [  # strategy, K, precision, axes, {kind: payload bytes}, wire bytes a device, all counted by hand
-    ("ddp", 1, "fp32", {}, {"all-reduce": 36896}, 64568),
-    ("ddp", 4, "bf16", {}, {"all-reduce": 36896}, 64568),
-    ("ddp", 4, jdp.Precision(compute="bf16", reduce="bf16"), {}, {"all-reduce": 18448}, 32284),
-    ("zero1", 1, "fp32", {}, {"reduce-scatter": 36896, "all-gather": 36896}, 64568),
-    ("zero1", 4, "bf16", {}, {"reduce-scatter": 36896, "all-gather": 18448}, 48426),
-    ("zero2", 1, "bf16", {}, {"reduce-scatter": 36896, "all-gather": 18448}, 48426),
-    ("zero2", 4, "bf16", {}, {"reduce-scatter": 147584, "all-gather": 18448}, 145278),
-    ("zero3", 1, "bf16", {}, {"reduce-scatter": 36896, "all-gather": 36896}, 64568),
-    ("zero3", 4, "bf16", {}, {"reduce-scatter": 147584, "all-gather": 147584}, 258272),
+FP32, BF16, BOTH = {}, {"precision": jdp.Precision.of("bf16")}, {"precision": jdp.Precision("fp32", "bf16", "bf16")}
+INT8_SENT, BF16_SENT = {"wire": "int8"}, {"wire": "bf16"}
+ROWS = [  # strategy, K, settings, axes, {kind: payload bytes}, wire bytes a device, all counted by hand
+    ("ddp", 1, FP32, {}, {"all-reduce": 36896}, 64568),
+    ("ddp", 4, BF16, {}, {"all-reduce": 36896}, 64568),
+    ("ddp", 4, BOTH, {}, {"all-reduce": 18448}, 32284),
+    ("zero1", 1, FP32, {}, {"reduce-scatter": 36896, "all-gather": 36896}, 64568),
+    ("zero1", 4, BF16, {}, {"reduce-scatter": 36896, "all-gather": 18448}, 48426),
+    ("zero2", 1, BF16, {}, {"reduce-scatter": 36896, "all-gather": 18448}, 48426),
+    ("zero2", 4, BF16, {}, {"reduce-scatter": 147584, "all-gather": 18448}, 145278),
+    ("zero3", 1, BF16, {}, {"reduce-scatter": 36896, "all-gather": 36896}, 64568),
+    ("zero3", 4, BF16, {}, {"reduce-scatter": 147584, "all-gather": 147584}, 258272),
     # Two replicas of four: (3/4)(36896 + 36896) along data, and shards of 36896 / 4, 2(1/2) of them, along replica.
-    ("zero1", 4, "fp32", {"replica": 2}, {"reduce-scatter": 36896, "all-gather": 36896, "all-reduce": 9224}, 64568),
-    ("zero3", 2, "bf16", {"replica": 2}, {"reduce-scatter": 73792, "all-gather": 73792, "all-reduce": 9224}, 119912),
-    ("ddp", 1, "fp32", {"replica": 2}, {"all-reduce": 36896}, 64568),  # one all-reduce over all eight
-    ("zero2", 4, "fp32", {"replica": 8}, {"all-reduce": 36896}, 64568),  # data=1: nothing to scatter or gather
-]
-
-
-@pytest.mark.parametrize(("strategy", "k", "precision", "axes", "payload", "wire"), ROWS)
-def test_theory_is_the_designs_row(strategy, k, precision, axes, payload, wire):
-    plan = jdp.Plan(jdp.make_mesh(**axes, data=-1), strategy)
-    promised = theory(plan, PARAMS, StepSettings(accumulate=k, precision=jdp.Precision.of(precision)))
-    assert (promised.parameters, promised.payload_bytes, promised.wire_bytes) == (9224, payload, wire)
-
-
-# Encoded: `w` has blocks of 256 on each of eight devices, 2 bytes an element in bf16 and 260/256 in int8. `v` has them
-# only on four, and `b` nowhere.
-ENCODED = [  # strategy, K, wire, axes, {kind: payload bytes}, wire bytes a device, all counted by hand
-    ("ddp", 1, "int8", {}, {"all-to-all": 8320, "all-gather": 8320, "all-reduce": 4128}, 21784),
-    ("ddp", 1, "bf16", {}, {"all-to-all": 16384, "all-gather": 16384, "all-reduce": 4128}, 35896),
-    ("zero2", 4, "int8", {}, {"all-to-all": 33280, "reduce-scatter": 16384, "all-gather": 36896}, 75740),
+    ("zero1", 4, FP32, {"replica": 2}, {"reduce-scatter": 36896, "all-gather": 36896, "all-reduce": 9224}, 64568),
+    ("zero3", 2, BF16, {"replica": 2}, {"reduce-scatter": 73792, "all-gather": 73792, "all-reduce": 9224}, 119912),
+    ("ddp", 1, FP32, {"replica": 2}, {"all-reduce": 36896}, 64568),  # one all-reduce over all eight
+    ("zero2", 4, FP32, {"replica": 8}, {"all-reduce": 36896}, 64568),  # data=1: nothing to scatter or gather
+    # Encoded: `w` has blocks of 256 on each of eight devices, 2 bytes an element in bf16 and 260/256 in int8. `v` has
+    # them only on four, and `b` nowhere.
+    ("ddp", 1, INT8_SENT, {}, {"all-to-all": 8320, "all-gather": 8320, "all-reduce": 4128}, 21784),
+    ("ddp", 1, BF16_SENT, {}, {"all-to-all": 16384, "all-gather": 16384, "all-reduce": 4128}, 35896),
+    ("zero2", 4, INT8_SENT, {}, {"all-to-all": 33280, "reduce-scatter": 16384, "all-gather": 36896}, 75740),
     # Over data 2 · (8320 + 1040) in codes, and 147584 in weights; over replica 2080 each way, and `v` as it is.
-    ("zero3", 2, "int8", {"replica": 2}, {"all-to-all": 20800, "all-gather": 149664, "all-reduce": 1024}, 127832),
+    ("zero3", 2, INT8_SENT, {"replica": 2}, {"all-to-all": 20800, "all-gather": 149664, "all-reduce": 1024}, 127832),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "k", "encoding", "axes", "payload", "wire"), ENCODED)
-def test_theory_counts_codes_and_scales(strategy, k, encoding, axes, payload, wire):
+@pytest.mark.parametrize(("strategy", "k", "settings", "axes", "payload", "wire"), ROWS)
+def test_theory_is_the_designs_row(strategy, k, settings, axes, payload, wire):
     plan = jdp.Plan(jdp.make_mesh(**axes, data=-1), strategy)
-    promised = theory(plan, PARAMS, StepSettings(accumulate=k, wire=encoding))
-    assert (promised.payload_bytes, promised.wire_bytes) == (payload, wire)
+    promised = theory(plan, PARAMS, StepSettings(accumulate=k, **settings))
+    assert (promised.parameters, promised.payload_bytes, promised.wire_bytes) == (9224, payload, wire)
 
 
 def test_theory_counts_shards_of_model_axes():
@@ -80,8 +71,8 @@ EVERYONE = (tuple(range(8)),)
 PROMISED = theory(jdp.Plan(jdp.make_mesh(), "zero1"), PARAMS, StepSettings())
 
 
-def collective(kind, payload, over_batch=True):
-    return MeshCollective(Collective(kind, "f32", payload, EVERYONE, False, "c"), ("data",), False, over_batch)
+def collective(kind, payload):
+    return MeshCollective(Collective(kind, "f32", payload, EVERYONE, False, "c"), ("data",), False, True)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +88,8 @@ def collective(kind, payload, over_batch=True):
     ],
 )
 def test_the_verdicts_bounds(scattered, gathered, other, kept):
-    sends = [
-        collective("reduce-scatter", scattered),
-        collective("all-gather", gathered),
-        collective("all-reduce", other),
-    ]
-    verdict = compare(sends, PROMISED)
+    sizes = {"reduce-scatter": scattered, "all-gather": gathered, "all-reduce": other}
+    verdict = compare([collective(*pair) for pair in sizes.items()], PROMISED)
     assert verdict.kept is kept
     assert verdict.wire_bytes == pytest.approx(7 / 8 * (scattered + gathered + 2 * other))
 

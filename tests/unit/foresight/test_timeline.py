@@ -8,6 +8,7 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
+from described_gpus import program_of
 
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
@@ -182,20 +183,11 @@ def test_a_long_loop_is_simulated_in_few_events():
     assert [event.times for event in result.events[-2:]] == [10**9 - 2] * 2
 
 
-# Programs that XLA made.
-
-
-def compiled(function, *shapes):
-    device = jax.sharding.SingleDeviceSharding(target("h100:1x1").devices[0])
-    arguments = [jax.ShapeDtypeStruct(shape, "bfloat16", sharding=device) for shape in shapes]
-    return timeline(parse(jax.jit(function).lower(*arguments).compile().as_text()), target("h100:1x1"))
-
-
 def test_flops_in_loops_count_each_round():
     def layers(x, w):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
-    result = compiled(layers, (256, 512), (7, 512, 512))
+    result = timeline(program_of(layers, (256, 512), (7, 512, 512)), target("h100:1x1"))
     assert result.flops == 7 * 2 * 256 * 512 * 512
     assert 0 < result.matmul_seconds < result.compute_seconds
     assert result.step_seconds == pytest.approx(result.compute_seconds)
