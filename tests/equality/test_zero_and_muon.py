@@ -84,12 +84,6 @@ def assert_same(got, wanted, bound=BOUND):
     assert_close(*(jax.tree.map(lambda x: np.asarray(x, np.float64), tree) for tree in (got, wanted)), 0, bound)
 
 
-def assert_kept(state, step):
-    report = judged(step, state, batches()[0])
-    assert report.kept, report
-    assert report.ratio <= 1.02
-
-
 def assert_trains_as_one_device(shapes, tx, plan, reference):
     state, step = start(plan, shapes, tx)
     assert_same(run(state, step), by_hand(shapes, reference))
@@ -151,7 +145,8 @@ def test_on_one_device_it_is_optaxs(settings):
 def test_equals_one_device(strategy, devices, accumulate):
     plan = plan_of(strategy, devices)
     state, step = start(plan, SHAPES, muon(), accumulate)
-    assert_kept(state, step)
+    report = judged(step, state, batches()[0])
+    assert report.kept and report.ratio <= 1.02, report
     assert_same(run(state, step), wanted())
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from trainings import assert_close, plan_of
+from trainings import abstract_step, assert_close, plan_of
 
 import jdp
 from jdp.core.reading.jaxprs import every_eqn
@@ -148,15 +148,11 @@ def init(rng):
     return {"layers": stacked(rng)}
 
 
-def abstract(plan, init=init):
-    return jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
-
-
 def test_zero3_under_auto_gathers_each_layer_twice():
     """In the loop, forward and backward. Under manual: `test_traced_collectives`."""
-    loss_fn, plan, count = loss_with(functools.partial(jdp.scan_layers, block)), zero3(), 8
-    step = jdp.make_train_step(loss_fn, plan, partitioning="auto", check_loss=False)
-    state = abstract(plan, lambda rng: {"layers": stacked(rng, count)})
+    loss_fn, count = loss_with(functools.partial(jdp.scan_layers, block)), 8
+    init = lambda rng: {"layers": stacked(rng, count)}  # noqa: E731
+    step, state = abstract_step(loss_fn, init, optax.sgd(0.1), zero3(), partitioning="auto")
     found = collectives(step.compile(state, BATCH).as_text())
     moved = [each for each in found if each.payload_bytes >= LAYER_BYTES]  # biases and scalars left out
     assert [each.loops for each in moved] == [(count,)] * 3
@@ -193,9 +189,9 @@ def test_weights_sharded_over_layers_name_a_rule(reported):
         return {"layers": {"w": jnp.zeros((layers, WIDTH, WIDTH)), "b": jnp.zeros((layers, WIDTH))}}
 
     def trace(rules):
-        plan, loss_fn = zero3(rules=rules), loss_with(functools.partial(jdp.scan_layers, block))
-        step = jdp.make_train_step(loss_fn, plan, partitioning="manual", check_loss=False)
-        jax.eval_shape(step, abstract(plan, wide), BATCH)
+        loss_fn = loss_with(functools.partial(jdp.scan_layers, block))
+        step, state = abstract_step(loss_fn, wide, optax.sgd(0.1), zero3(rules=rules), partitioning="manual")
+        jax.eval_shape(step, state, BATCH)
 
     trace([("layers/b", P(None, "data"))])
     assert not any("gathered for the whole step" in line for line in reported())

@@ -44,8 +44,7 @@ def penalty(params):
 
 def one_step(loss, settings, init=init, plan=PLAN):
     """The step, after it was tried and taken, its parameters, and its metrics."""
-    settings = {"check_loss": True, "seed": 3, **settings}
-    step, state, [metrics] = train(loss, init, optax.sgd(RATE), plan, [batch_of()], **settings)
+    step, state, [metrics] = train(loss, init, optax.sgd(RATE), plan, [batch_of()], check_loss=True, **settings)
     return step, jax.device_get(state.params), metrics
 
 
@@ -257,6 +256,11 @@ class Linen(nn.Module):
         return nn.BatchNorm(use_running_average=not train)(nn.Dense(WIDTH)(x))
 
 
+def weighted(y, batch):
+    """Squares of normalised columns have the same sum, whatever the rows are: weights make it depend on them."""
+    return jdp.Loss((jnp.square(y - 1) * batch["weight"][:, None]).sum(), batch["weight"].sum())
+
+
 def of_linen(rng):
     return nnx.bridge.ToNNX(Linen(), rngs=nnx.Rngs(rng)).lazy_init(jnp.ones((1, WIDTH)))
 
@@ -270,7 +274,7 @@ def test_mixing_in_training_alone_sees_whole_microbatches(make, accumulate):
 
     def loss(model, batch, rng):
         keywords = {} if isinstance(model, Centred) else {"train": rng is not None, "mutable": ["batch_stats"]}
-        return jdp.Loss(jnp.square(model(batch["x"], **keywords) - 1).sum(), jnp.float32(len(batch["x"])))
+        return weighted(model(batch["x"], **keywords), batch)
 
     plans = PLAN, plan_of("zero1", 1)
     (step, *_, many), (*_, one) = (one_step(loss, {"accumulate": accumulate}, make, plan) for plan in plans)
@@ -288,11 +292,10 @@ def test_a_refusal_says_how_batch_norms_accumulate():
 
     def linen(params, batch, rng):
         y, changes = model.apply({**variables, "params": params}, batch["x"], train=True, mutable=["batch_stats"])
-        return jdp.Loss(jnp.square(y - 1).sum(), jnp.float32(len(y))), changes
+        return weighted(y, batch), changes
 
     def always_training(model, batch, rng):
-        y = model(batch["x"], train=True, mutable=["batch_stats"])
-        return jdp.Loss(jnp.square(y - 1).sum(), jnp.float32(len(y)))
+        return weighted(model(batch["x"], train=True, mutable=["batch_stats"]), batch)
 
     params = jdp.place(variables["params"], PLAN)
     for loss, settings in ((lambda *given: linen(*given)[0], {}), (linen, {"has_aux": True})):

@@ -255,11 +255,11 @@ class Remembering(nnx.Module):
 
 
 def test_state_of_rows_is_refused_with_microbatches():
-    plan = plan_of("zero2")
-    state = jdp.abstract_state(lambda rng: Remembering(nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
-    jax.eval_shape(jdp.make_train_step(loss_fn, plan), state, data())
+    make = lambda rng: Remembering(nnx.Rngs(rng))  # noqa: E731
+    step, state = abstract_step(loss_fn, make, TX, plan_of("zero2"), check_loss=True)
+    jax.eval_shape(step, state, data())
     with pytest.raises(ValueError, match=r"hidden, \[16, 8\], with a batch of 16 rows, and .* fails on 8 of them"):
-        jax.eval_shape(jdp.make_train_step(loss_fn, plan, accumulate=2), state, data())
+        jax.eval_shape(step.changed(accumulate=2), state, data())
 
 
 class Temperature(nnx.Variable):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from trainings import plan_of
+from trainings import abstract_step, plan_of
 
 import jdp
 from jdp.core.step_settings import StepSettings
@@ -91,12 +91,12 @@ def test_frozen_leaves_have_no_optimizer_state(case):
 def test_precision_is_that_of_the_trained_part():
     """Frozen weights may be bf16; trained ones may not."""
     plan = plan_of("zero3", min_shard_size=64)
-    state = jdp.abstract_state(init_tree, TX, plan, rng=jax.random.key(0), wrt="head/*")
-    new, _ = jax.eval_shape(jdp.make_train_step(loss_fn, plan, precision="bf16", check_loss=False), state, BATCH)
+    step, state = abstract_step(loss_fn, init_tree, TX, plan, wrt="head/*", precision="bf16")
+    new, _ = jax.eval_shape(step, state, BATCH)
     assert {str(x.dtype) for x in jax.tree.leaves(new.params)} == {"bfloat16", "int8", "float32"}
-    state = jdp.abstract_state(init_tree, TX, plan, rng=jax.random.key(0), wrt=["head/*", "body/w"])
+    step, state = abstract_step(loss_fn, init_tree, TX, plan, wrt=["head/*", "body/w"])
     with pytest.raises(ValueError, match=r"Precision\.params is fp32, but body/w is bfloat16"):
-        jax.eval_shape(jdp.make_train_step(loss_fn, plan, check_loss=False), state, BATCH)
+        jax.eval_shape(step, state, BATCH)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

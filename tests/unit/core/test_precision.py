@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from trainings import plan_of, train
+from trainings import abstract_step, plan_of, train
 
 import jdp
 from jdp.core.reading.jaxprs import every_eqn
@@ -24,10 +24,6 @@ def init(rng):
 def loss_fn(params, batch, rng):
     y = batch["x"].astype(params["w"].dtype) @ params["w"] * params["small"]
     return jdp.Loss((y**2).sum(), y.shape[0])
-
-
-def abstract(plan, init=init):
-    return jdp.abstract_state(init, optax.adamw(0.1), plan, rng=jax.random.key(0))
 
 
 def test_weights_must_rest_as_the_precision_says():
@@ -53,7 +49,8 @@ def test_only_the_loss_sees_the_compute_dtype(strategy, partitioning, trains):
         return loss_fn(params, batch, rng)
 
     plan, make = plan_of(strategy, min_shard_size=64), jdp.make_train_step if trains else jdp.make_eval_step
-    state, step = abstract(plan), make(spying, plan, precision="bf16", partitioning=partitioning, check_loss=False)
+    state = jdp.abstract_state(init, optax.adamw(0.1), plan, rng=jax.random.key(0))
+    step = make(spying, plan, precision="bf16", partitioning=partitioning, check_loss=False)
     result = jax.eval_shape(step, state, BATCH)
     assert seen == [{"w": BF16, "small": BF16, "x": jnp.float32}] * len(seen) != []
     metrics = result[1] if trains else result
@@ -92,8 +89,8 @@ BOTH, REDUCE = jdp.Precision(compute="bf16", reduce="bf16"), jdp.Precision(reduc
 )
 def test_manual_gathers_and_reduces_in_their_dtypes(strategy, accumulate, precision, gathered, reduced):
     plan, settings = plan_of(strategy, min_shard_size=64), {"precision": precision, "accumulate": accumulate}
-    step = jdp.make_train_step(loss_fn, plan, partitioning="manual", check_loss=False, **settings)
-    found = moved(jax.make_jaxpr(step.jitted)(abstract(plan), BATCH).jaxpr)
+    step, state = abstract_step(loss_fn, init, optax.adamw(0.1), plan, partitioning="manual", **settings)
+    found = moved(jax.make_jaxpr(step.jitted)(state, BATCH).jaxpr)
     expected = {"psum": {reduced}}  # ddp: all; else: the leaf too small to shard
     if strategy != "ddp":
         expected |= {"all_gather": {gathered}, "reduce_scatter": {reduced}}

@@ -58,10 +58,6 @@ def gradient(name, of):
     return np.tensordot(of["x"] * weights, of[name].astype(np.float64), 1) / weights.sum()
 
 
-def own(state):
-    return jax.device_get(state.params)
-
-
 @pytest.mark.parametrize(
     ("wire", "strategy", "mesh", "settings"),
     [
@@ -77,11 +73,11 @@ def test_rounding_is_right_on_average_and_small(wire, strategy, mesh, settings):
     plan, steps = plan_of(strategy, mesh), 64
     step = jdp.make_train_step(linear, plan, wire=wire, check_loss=False, donate=False, **settings)
     state = start(plan)
-    first, again = (own(step(state, batch(0))[0]) for _ in range(2))
+    first, again = (jax.device_get(step(state, batch(0))[0].params) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     for _ in range(steps):
         state, _ = jax.block_until_ready(step(state, batch(0)))  # many at once starve the threads of 8 CPU devices
-    after = own(state)
+    after = jax.device_get(state.params)
     for name in SHAPES:
         once = -RATE * gradient(name, batch(0))
         off = [np.sqrt(np.mean((moved / n - once) ** 2)) for moved, n in ((first[name], 1), (after[name], steps))]
@@ -118,7 +114,7 @@ def test_a_nonfinite_gradient_skips_the_step():
     for name, bad in [("a", np.nan), ("a", np.inf), ("a", -np.inf), ("w", 0), ("w", np.nan)]:
         after, _ = step(state, {**batch(0), name: np.full_like(batch(0)[name], bad)})
         assert int(after.skipped) == 1, (name, bad)
-        jax.tree.map(np.testing.assert_array_equal, own(after), own(state))
+        jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
 
 
 @functools.cache
