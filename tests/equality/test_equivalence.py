@@ -81,16 +81,9 @@ def initial(name):
 def train(name, strategy, partitioning, accumulate, devices, precision="fp32"):
     plan = plan_of(strategy, devices, min_shard_size=64)
     state = jdp.place(initial(name), plan)
-    step = jdp.make_train_step(
-        mlp_loss if name == "mlp" else gpt_loss,
-        plan,
-        accumulate=accumulate,
-        partitioning=partitioning,
-        precision=precision,
-        clip_norm=1.0,
-        check_loss=False,
-        donate=False,  # the first step's state shares memory with `initial`
-    )
+    settings = {"accumulate": accumulate, "partitioning": partitioning, "precision": precision, "clip_norm": 1.0}
+    settings["donate"] = False  # the first step's state shares memory with `initial`
+    step = jdp.make_train_step(mlp_loss if name == "mlp" else gpt_loss, plan, **settings, check_loss=False)
     losses = []
     for batch in batches(name):
         state, metrics = step(state, batch)

@@ -32,8 +32,11 @@ def plan_of(strategy, **axes):
     return _plan_of(strategy, math.prod(axes.values()), min_shard_size=64, **axes)
 
 
-def initial(plan, rng=None, init=make):
-    return jdp.init_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(3) if rng is None else rng)
+ADAM = optax.adamw(1e-3)
+
+
+def initial(plan, init=make):
+    return jdp.init_state(init, ADAM, plan, rng=jax.random.key(3))
 
 
 @functools.cache
@@ -87,9 +90,9 @@ def test_no_device_holds_more_than_it_keeps(strategy, bound, monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_abstract_state_describes_the_real_one(strategy):
-    plan, tx = plan_of(strategy, data=8), optax.adamw(1e-3)
-    real = jdp.init_state(make, tx, plan, rng=jax.random.key(3))
-    described = jdp.abstract_state(make, tx, plan, rng=jax.random.key(3))
+    plan = plan_of(strategy, data=8)
+    real = initial(plan)
+    described = jdp.abstract_state(make, ADAM, plan, rng=jax.random.key(3))
     assert jax.tree.structure(described) == jax.tree.structure(real)
     for (path, about), leaf in zip(jax.tree.leaves_with_path(described), jax.tree.leaves(real), strict=True):
         assert isinstance(about, jax.ShapeDtypeStruct), path
@@ -108,7 +111,7 @@ class Filled(nnx.Module):
 def test_a_filled_array_compiles_the_step_once(init):
     """`jnp.full` without a dtype is weakly typed, which is another type to JAX than what a step returns."""
     state = initial(plan_of("ddp", data=2), init=init)
-    described = jdp.abstract_state(init, optax.adamw(1e-3), plan_of("ddp", data=2), rng=jax.random.key(3))
+    described = jdp.abstract_state(init, ADAM, plan_of("ddp", data=2), rng=jax.random.key(3))
     for leaf, about in zip(jax.tree.leaves(state), jax.tree.leaves(described), strict=True):
         assert jax.typeof(leaf).str_short() == jax.typeof(about).str_short()
         assert not getattr(leaf, "weak_type", False) and not getattr(about, "weak_type", False)

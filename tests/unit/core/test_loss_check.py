@@ -24,10 +24,10 @@ def init(rng):
     return {"w": jnp.asarray(values, jnp.float32), "scale": jnp.ones(WIDTH)}
 
 
-def batch_of(rows=ROWS):
+def batch_of():
     random = np.random.default_rng(1)
-    weight = random.integers(0, 4, rows).astype(np.float32)
-    return {"x": random.normal(size=(rows, WIDTH)).astype(np.float32), "weight": weight}
+    weight = random.integers(0, 4, ROWS).astype(np.float32)
+    return {"x": random.normal(size=(ROWS, WIDTH)).astype(np.float32), "weight": weight}
 
 
 def outputs(params, batch):

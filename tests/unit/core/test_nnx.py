@@ -19,19 +19,16 @@ FEATURES, ROWS = 8, 16
 class Model(nnx.Module):
     """BatchNorm keeps state; Dropout draws from keys of its own; layers sit in a list."""
 
-    def __init__(self, *, rngs, rate=0.5, norm=True):
+    def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(FEATURES, FEATURES, rngs=rngs) for _ in range(2)])
-        self.norm = nnx.BatchNorm(FEATURES, momentum=0.9, rngs=rngs) if norm else None
-        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(FEATURES, momentum=0.9, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x):
-        x = self.layers[0](x)
-        x = x if self.norm is None else self.norm(x)
-        return self.layers[1](self.dropout(x))
+        return self.layers[1](self.dropout(self.norm(self.layers[0](x))))
 
 
-def make(rng, **settings):
-    return Model(rngs=nnx.Rngs(rng), **settings)
+def make(rng):
+    return Model(nnx.Rngs(rng))
 
 
 def loss_fn(model, batch, rng):
@@ -39,8 +36,8 @@ def loss_fn(model, batch, rng):
     return jdp.Loss((y**2).sum(), jnp.float32(y.shape[0]))
 
 
-def data(rows=ROWS, seed=0):
-    return {"x": np.random.default_rng(seed).normal(2.0, 3.0, (rows, FEATURES)).astype(np.float32)}
+def data(seed=0):
+    return {"x": np.random.default_rng(seed).normal(2.0, 3.0, (ROWS, FEATURES)).astype(np.float32)}
 
 
 TX = optax.sgd(0.1)  # an optimizer is part of what a step is traced for

@@ -23,9 +23,9 @@ def init(rng):
     return {"layers": jax.random.normal(rng, (2, WIDTH, WIDTH)) / 3, "out": jnp.ones((WIDTH, CLASSES)) / 9}
 
 
-def batch_of(rows=ROWS):
+def batch_of():
     random = np.random.default_rng(0)
-    return {"x": random.normal(size=(rows, WIDTH)).astype("float32"), "y": random.integers(0, CLASSES, rows)}
+    return {"x": random.normal(size=(ROWS, WIDTH)).astype("float32"), "y": random.integers(0, CLASSES, ROWS)}
 
 
 def loss_fn(params, batch, rng):

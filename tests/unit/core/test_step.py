@@ -17,6 +17,7 @@ from trainings import plan_of, train
 import jdp
 
 FEATURES, ROWS = 16, 64
+SGD = optax.sgd(1.0)
 
 
 def init(rng):
@@ -27,16 +28,16 @@ def state_of(plan, tx, init=init):
     return jdp.init_state(init, tx, plan, rng=jax.random.key(5))
 
 
-def abstract(plan, tx=None, init=init):
-    return jdp.abstract_state(init, optax.sgd(0.1) if tx is None else tx, plan, rng=jax.random.key(5))
+def abstract(plan):
+    return jdp.abstract_state(init, SGD, plan, rng=jax.random.key(5))
 
 
-def whole_numbers(seed=0, rows=ROWS):
+def whole_numbers():
     """A batch of small whole numbers; weights 0 to 3, none at all in a quarter of the rows, 128 together."""
-    random = np.random.default_rng(seed)
-    x = random.integers(-2, 3, (rows, FEATURES)).astype(np.float32)
-    weight = random.integers(0, 4, rows).astype(np.float32)
-    weight[: rows // 4] = 0  # the first microbatch rows and the first two devices: averages of averages would show
+    random = np.random.default_rng(0)
+    x = random.integers(-2, 3, (ROWS, FEATURES)).astype(np.float32)
+    weight = random.integers(0, 4, ROWS).astype(np.float32)
+    weight[: ROWS // 4] = 0  # the first microbatch rows and the first two devices: averages of averages would show
     weight[-1] += 128 - weight.sum()
     return {"x": x, "weight": weight}
 
@@ -95,7 +96,7 @@ def test_the_objective_is_sum_over_weight_exactly(strategy, partitioning, axes, 
     """Uneven weights, whole devices and microbatches without any: Σ∇total / Σweight to the last bit."""
     plan, batch = plan_of(strategy, **axes), whole_numbers()
     settings = {"accumulate": accumulate, "partitioning": partitioning}
-    _, state, [metrics] = train(weighted_sum, init, optax.sgd(1.0), plan, [batch], **settings)
+    _, state, [metrics] = train(weighted_sum, init, SGD, plan, [batch], **settings)
 
     w = np.arange(FEATURES, dtype=np.float32)
     y = batch["x"] @ w
@@ -299,16 +300,14 @@ def test_evaluation_is_the_loss_without_randomness_or_donation():
 
 def test_steps_lower_for_their_states_mesh():
     """The step was made for eight devices; an abstract state on four others compiles, and runs, on those."""
-    tx = optax.sgd(1.0)
     step = jdp.make_train_step(weighted_sum, plan_of("zero3"), partitioning="manual", check_loss=False)
     elsewhere = step.plan.on(jdp.make_mesh(devices=jax.devices()[2:6]))
-    compiled = step.compile(abstract(elsewhere, tx), shapes())
+    compiled = step.compile(abstract(elsewhere), shapes())
     rest, batch_shardings = compiled.input_shardings[0]
     assert rest.params["w"].device_set == set(jax.devices()[2:6])
     assert rest.params["w"].spec == P("data")
     assert all(s.is_equivalent_to(elsewhere.batch_sharding, 1) for s in jax.tree.leaves(batch_shardings))
-    state = state_of(elsewhere, tx)
-    state, metrics = compiled(state, jax.device_put(whole_numbers(), elsewhere.batch_sharding))
+    state, metrics = compiled(state_of(elsewhere, SGD), jax.device_put(whole_numbers(), elsewhere.batch_sharding))
     assert (float(metrics["weight"]), float(state.params["b"])) == (128.0, -1.0)
     assert step.plan.mesh.shape == {"data": 8}
     assert step.partitioning == "manual"

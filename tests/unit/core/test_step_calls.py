@@ -61,11 +61,6 @@ def foreign(plan):
     return replace(plan, mesh=jdp.make_mesh(data=4, devices=jax.devices()[:4]))
 
 
-def sharded(batch, plan):
-    with jdp.shard_batches([batch], plan) as feed:
-        return next(feed)
-
-
 PAIR = r"given a tuple \(TrainState, dict\)\. .*write `state, metrics = step\(state, batch\)`"
 ORDER = r"A state is a jdp\.TrainState, as in step\(state, batch\); given a dict\. Write the arguments in this order"
 ELSEWHERE = r"on the devices of its plan, 8 cpu devices \(0, .*; given {} on 4 cpu devices \(0, 1, 2, 3\)\. {}"
@@ -81,7 +76,7 @@ WRONG = {
         ELSEWHERE.format(r"state\.step", r"Move it: state = jdp\.place\(state, plan\)"),
     ),
     "batch of another mesh": (
-        lambda plan, state: (state, sharded(batch(), foreign(plan))),
+        lambda plan, state: (state, jax.device_put(batch(), foreign(plan).batch_sharding)),
         ELSEWHERE.format(r"batch\['x'\]", "Give NumPy arrays"),
     ),
 }

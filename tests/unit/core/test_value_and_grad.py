@@ -29,9 +29,9 @@ def init(rng):
     return {"w": jax.random.normal(rng, (WIDTH, 4)), "b": jnp.zeros(4)}
 
 
-def batch_of(rows=ROWS):
+def batch_of():
     random = np.random.default_rng(0)
-    return {"x": random.normal(size=(rows, WIDTH)).astype("float32"), "weight": np.arange(rows, dtype="float32")}
+    return {"x": random.normal(size=(ROWS, WIDTH)).astype("float32"), "weight": np.arange(ROWS, dtype="float32")}
 
 
 def squares(params, batch, rng):

@@ -5,9 +5,9 @@ import pytest
 from jdp.foresight.program.collectives import collectives
 
 
-def module(*entry: str, before: str = "", devices: str = "num_partitions=8") -> str:
+def module(*entry: str, before: str = "") -> str:
     lines = "\n".join(f"  {line}" for line in entry)
-    head = f"HloModule jit_step, is_scheduled=true, entry_computation_layout={{(f32[])->f32[]}}, {devices}\n"
+    head = "HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[])->f32[]}, num_partitions=8\n"
     return f"{head}\n{before}\nENTRY %main (p: f32[]) -> f32[] {{\n{lines}\n}}\n"
 
 

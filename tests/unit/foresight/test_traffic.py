@@ -72,14 +72,14 @@ def abstract_batch(config, rows):
 
 
 @functools.cache
-def compiled(config, strategy, accumulate, precision="bf16", on="h100:1x8", wrt=None, adam=False):
+def compiled(config, strategy, accumulate, on="h100:1x8", wrt=None, adam=False):
     """The train step of `config`, compiled for the target `on`. What is sent, and which weights are gathered when,
     depends neither on the optimizer nor on how matrix products are computed: no AdamW, no Triton kernels."""
     devices = target(on).devices
     plan = jdp.Plan(jdp.make_mesh(devices=devices), strategy)
     init = lambda rng: build(config, rngs=nnx.Rngs(rng))  # noqa: E731
     tx = optax.adamw(1e-3) if adam else optax.sgd(1e-3)
-    settings = {"precision": precision, "accumulate": accumulate, "compiler": WITHOUT_TRITON}
+    settings = {"precision": "bf16", "accumulate": accumulate, "compiler": WITHOUT_TRITON}
     step, state = abstract_step(LOSSES[type(config)], init, tx, plan, wrt=wrt, **settings)
     program = compile_step(step.lower(state, abstract_batch(config, len(devices) * accumulate * 2)))
     return Program(step, state, program, report(step, state, program, on))
