@@ -279,7 +279,7 @@ NOT_CARRIED = {
 
 
 @pytest.mark.parametrize("name", NOT_CARRIED)
-def test_what_a_step_cannot_carry_is_refused(name):
+def test_optimizers_beyond_a_step_are_refused(name):
     tx, words = NOT_CARRIED[name]
     with pytest.raises(ValueError, match=words):
         shapes_of(init_one, tx, plan_of("zero3"))

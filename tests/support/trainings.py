@@ -13,7 +13,7 @@ def plan_of(strategy="ddp", devices=8, *, min_shard_size=8, rules=(), **axes):
 
 
 def abstract_step(loss, init, tx, plan, *, wrt=None, **settings):
-    """(step, abstract state): what is traced or compiled for a target. The loss is not tried."""
+    """(step, abstract state), to trace or to compile for a target. The loss is not tried."""
     state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt)
     return jdp.make_train_step(loss, plan, **{"check_loss": False, **settings}), state
 

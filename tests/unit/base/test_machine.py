@@ -34,7 +34,7 @@ def test_enough_threads_are_kept_as_set(provide):
     assert provide() == ("16", "")
     assert provide(NPROC="16") == (None, "")
     assert provide(NPROC="4", PJRT_NPROC="64") == ("64", "")
-    assert provide(NPROC="4") == ("16", "jdp: NPROC=4 is too few threads for 8 CPU devices: XLA gets 16\n")
+    assert provide(NPROC="15") == ("16", "jdp: NPROC=15 is too few threads for 8 CPU devices: XLA gets 16\n")
 
 
 def test_too_few_started_threads_are_reported(provide):
