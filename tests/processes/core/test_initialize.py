@@ -2,17 +2,14 @@
 
 import os
 import re
-import sys
 import time
 from typing import Any
 
 import jax
 import pytest
-from paths import ROOT
 
 from jdp.core.cluster import initialize as initializing
 from jdp.core.cluster.initialize import initialize
-from jdp.launch import launch
 
 
 @pytest.fixture
@@ -80,20 +77,6 @@ def test_joining_another_cluster_is_refused(joining, monkeypatch):
     assert joining == {}
     with pytest.raises(ValueError, match="already joined a cluster as number 1 of 2"):
         initialize("127.0.0.1:1", 3, 1)
-
-
-@pytest.fixture
-def together(tmp_path, capfd):
-    """Runs a program as two processes with two devices each; returns the exit code, stdout and stderr."""
-
-    def run(text):
-        path = tmp_path / "program.py"
-        path.write_text(text)
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "http_proxy": "http://127.0.0.1:9"}
-        code = launch([sys.executable, str(path)], 2, devices_per_process=2, environment=environment)
-        return code, *capfd.readouterr()
-
-    return run
 
 
 JOIN = """
