@@ -144,9 +144,9 @@ def test_linen_boxes_are_metadata_too():
         places = places_of(init)
         assert places["params/Dense_0/kernel"].compute == P(None, "model")
         assert places["params/Dense_1/kernel"].compute == P("model", None)
-        params = jdp.init(init, plan_of("zero1", **SIZES), rng=jax.random.key(0))
-    assert all(isinstance(leaf, jax.Array) for leaf in params["Dense_0"].values())
-    assert params["Dense_0"]["kernel"].sharding.spec == P("data", "model")
+        state = jdp.init_state(init, ADAM, plan_of("zero1", **SIZES), rng=jax.random.key(0))
+    assert all(isinstance(leaf, jax.Array) for leaf in state.params["Dense_0"].values())
+    assert state.params["Dense_0"]["kernel"].sharding.spec == P("data", "model")
 
 
 def test_self_sharding_models_equal_one_device():

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from trainings import abstract_step, assert_close, plan_of, train
+from trainings import abstract_step, assert_close, plan_of
+from trainings import train as _train
 
 import jdp
 
@@ -40,6 +41,7 @@ def data(seed=0):
     return {"x": np.random.default_rng(seed).normal(2.0, 3.0, (ROWS, FEATURES)).astype(np.float32)}
 
 
+train = functools.partial(_train, check_loss=True)
 TX = optax.sgd(0.1)  # an optimizer is part of what a step is traced for
 
 
@@ -83,7 +85,7 @@ def test_statistics_and_masks_ignore_the_mesh():
 
 def test_batch_norm_is_no_mixing_of_rows():
     """Its statistics are synchronised over the devices, so that each computes its own rows."""
-    step, *_ = train(loss_fn, make, TX, plan_of(), [data()], check_loss=True)
+    step, *_ = train(loss_fn, make, TX, plan_of(), [data()])
     assert step.partitioning == "manual" and "norm" not in step.why
 
 
@@ -176,7 +178,7 @@ class Tally(nnx.Module):
 def test_rows_are_counted_on_all_devices(in_norm):
     """Two batches of 16 rows are 32, in a step and in a custom loop."""
     plan, init = plan_of(devices=4), lambda rng: Tally(nnx.Rngs(rng), in_norm)
-    step, state, _ = train(loss_fn, init, TX, plan, [data(), data()], check_loss=True)
+    step, state, _ = train(loss_fn, init, TX, plan, [data(), data()])
     gradient, module = jdp.value_and_grad(loss_fn, plan), jdp.init(init, plan, rng=jax.random.key(3))
     for seed in (0, 1):
         gradient(module, data(), jax.random.key(seed))

@@ -77,7 +77,9 @@ def jdp_command(folder):
 @pytest.fixture(scope="module")
 def planned(jdp_command):
     """What the first plan prints as JSON."""
-    return json.loads(jdp_command("plan", "--target", "h100:1x8", "--json")[1])
+    code, out, _ = jdp_command("plan", "--target", "h100:1x8", "--json")
+    assert code == 0
+    return json.loads(out)
 
 
 def test_the_promised_object(planned):
@@ -95,8 +97,9 @@ def test_the_promised_object(planned):
 
 def test_the_second_plan_comes_from_the_cache(planned, jdp_command, folder):
     page = folder / "plan.html"
-    again = json.loads(jdp_command("plan", "--target", "h100:1x8", "--json", "--html", str(page))[1])
-    assert all(row["compile_seconds"] == 0 and row["cached"] for row in again["strategies"])
+    code, out, _ = jdp_command("plan", "--target", "h100:1x8", "--json", "--html", str(page))
+    again = json.loads(out)
+    assert code == 0 and all(row["compile_seconds"] == 0 and row["cached"] for row in again["strategies"])
     assert not all(row["cached"] for row in planned["strategies"])
     compiled = dict.fromkeys(("compile_seconds", "cached"))
     assert [row | compiled for row in again["strategies"]] == [row | compiled for row in planned["strategies"]]
@@ -105,6 +108,7 @@ def test_the_second_plan_comes_from_the_cache(planned, jdp_command, folder):
     assert text.startswith("<!DOCTYPE html>") and all(name in text for name in STRATEGIES)
 
 
+@pytest.mark.usefixtures("planned")  # which takes the time to compile
 def test_people_get_tables_and_sentences(jdp_command):
     code, out, err = jdp_command("plan", "--target", "h100:1x8")
     assert code == 0 and "Memory at the peak" in out and ": a step takes " in out
