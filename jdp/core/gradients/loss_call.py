@@ -227,6 +227,10 @@ def trace_loss(
             pairs = zip(jax.tree.leaves(model_state), jax.tree.leaves(after), strict=True)
             set_state = {name: ([x], [y]) for name, (x, y) in zip(names_of(model_state), pairs, strict=True)}
         sums = as_sums(value, batch)
+        dtype = jnp.result_type(value.total if isinstance(value, Loss) else value)
+        if key is not None and not jnp.issubdtype(dtype, jnp.floating):
+            rule = "A loss that is trained is a floating-point number;"
+            raise UserError(f"{rule} given {dtype}, which has no gradient. Return a sum that depends on the weights.")
         shapes = {name: total.shape for name, (total, _) in sums.metrics.items()}
         aux = jax.tree.map(jnp.asarray, aux)
         forms.append(LossForm(not isinstance(value, Loss), bool(gathered), shapes, jax.tree.map(shape_of, aux)))

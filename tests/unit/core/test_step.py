@@ -276,6 +276,7 @@ def test_indivisible_batches_name_the_nearest_sizes(axes, accumulate, rows, mess
     [
         (shapes() | {"weight": jax.ShapeDtypeStruct((32,), jnp.float32)}, "share their leading dimension.*: 32.*: 64"),
         (shapes() | {"e": jax.ShapeDtypeStruct((16,), jnp.float32)}, r"16 rows of 4 \+ 1; or stack a part for"),
+        (shapes() | {"rate": jax.ShapeDtypeStruct((), jnp.float32)}, r"'rate'\]: a scalar.*np\.full\(rows, value\)"),
         ({}, "share their leading dimension.*given none"),
     ],
 )
@@ -289,6 +290,7 @@ def test_a_ragged_batch_is_refused(batch, message):
     [
         (lambda y: y, r"mean over the batch's rows; given an array of shape \(\d+,\)\. Return its \.mean\(\), or"),
         (lambda y: (y.sum(), {"aux": y}), r"returns jdp.Loss\(total, weight, metrics\) or a scalar.*; given tuple"),
+        (lambda y: jdp.Loss((y > 0).sum(), len(y)), "a floating-point number; given int32, which has no gradient"),
         (lambda y: jdp.Loss(y.sum(), y), r"Loss.weight must be a scalar"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": (y.sum(), y)}), r"'hits' has shapes \(\) and \(\d+,\)"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"loss": y.sum()}), "loss"),  # it would hide the step's own
