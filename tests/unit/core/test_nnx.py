@@ -60,13 +60,14 @@ class Odd(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
         self.table = nnx.data(jnp.arange(FEATURES, dtype=jnp.float32))
+        self.frozen = nnx.Dropout(0.5, deterministic=True)
 
     def __call__(self, x):
         self.seen = nnx.Intermediate(x)
         return self.linear(x) + self.table
 
 
-def test_added_variables_are_dropped_and_reported(reported):
+def test_dropped_variables_and_modes_are_reported(reported):
     plan = plan_of()
     step = jdp.make_train_step(loss_fn, plan, accumulate=2)
     state = state_of(plan, lambda rng: Odd(nnx.Rngs(rng)))
@@ -74,8 +75,10 @@ def test_added_variables_are_dropped_and_reported(reported):
     state, _ = step(state, data())
     np.testing.assert_array_equal(state.model_state["table"], np.arange(FEATURES))
     assert step.partitioning == "manual"  # a table is no statistic of the batch
-    assert [m for m in reported() if "not kept" in m] == [
-        "a call of the model adds seen, which is not kept between steps"
+    assert [m for m in reported() if "not kept" in m or "evaluation mode" in m] == [
+        "a train step puts frozen into training mode, although it was made in evaluation mode; to keep it there, call "
+        "its .eval() in the loss",
+        "a call of the model adds seen, which is not kept between steps",
     ]
 
 

@@ -189,3 +189,5 @@ def test_unclear_draws_see_the_whole_batch(name):
 def test_a_generator_without_indices_is_refused():
     with pytest.raises(PartsError, match=r"use jax\.random\.key"):
         read(lambda key, rows: jax.random.bits(key, (rows,)), 3, jax.random.key(0, impl="rbg"))
+    with jax.threefry_partitionable(False), pytest.raises(ValueError, match="jax_threefry_partitionable is off"):
+        read(lambda key, rows: jax.random.bits(key, (rows,)), 3)
