@@ -215,8 +215,7 @@ def trace_loss(
     batch_size, forms, adapter = batch_rows(batch), list[LossForm](), state.static.adapter
 
     def fewer(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
-        return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), dtype)
+        return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), traced_dtype(leaf))
 
     def call(params: PyTree, model_state: PyTree, batch: Batch, key: Any) -> Any:
         with recording() as gathered:
@@ -266,6 +265,11 @@ def _written(path: str, adapter: Any) -> str:
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return an array's shape and dtype, without its sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def traced_dtype(leaf: Any) -> Any:
+    """Return the dtype of an array in a traced function: NumPy's int64 becomes int32."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:

@@ -23,7 +23,7 @@ from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss, with_outputs
+from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss, traced_dtype, with_outputs
 from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError
 from jdp.core.gradients.model_state import names_of
 from jdp.core.gradients.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
@@ -79,7 +79,7 @@ class TrialOnce:
 
     def _form(self, state: AnyState, batch: Batch) -> Hashable:
         leaves, structure = jax.tree.flatten((state.params, batch))
-        return state.static.adapter, structure, tuple([(x.ndim, str(x.dtype)) for x in leaves])
+        return state.static.adapter, structure, tuple([(x.ndim, traced_dtype(x)) for x in leaves])
 
     def _finding(self, trial: Trial, rows: int) -> str | None:
         adapter = trial.state.static.adapter

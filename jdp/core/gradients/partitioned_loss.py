@@ -21,7 +21,7 @@ from jdp.base.words import Partitioning
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global, local_numbers
 from jdp.core.cluster.agreement import passed, processes_of
 from jdp.core.compiling.options import CompilerValue
-from jdp.core.gradients.loss_call import Sums
+from jdp.core.gradients.loss_call import Sums, traced_dtype
 from jdp.core.gradients.loss_view import TrialOnce, Values, View, settle_view
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.views import REQUESTED, evaluated, view_gradients
@@ -206,7 +206,7 @@ class PartitionedLoss:
 def _shapes(state: AnyState, batch: Batch) -> Hashable:
     """Return the key of a view. It includes the module, whose mode decides whether it draws random numbers."""
     leaves, structure = jax.tree.flatten((state.params, batch))
-    return state.static.adapter, structure, tuple([(x.shape, str(x.dtype)) for x in leaves])
+    return state.static.adapter, structure, tuple([(x.shape, traced_dtype(x)) for x in leaves])
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
