@@ -352,6 +352,9 @@ def test_an_evaluation_over_microbatches_is_checked_too():
     with pytest.raises(ValueError, match="must be a sum over rows"):
         evaluate(accumulate=2)
     assert abs(evaluate(accumulate=2, check_loss=False) - expected) > 0.1
+    with pytest.raises(TypeError) as caught:
+        jdp.make_eval_step(lambda params, batch, rng: jax.random.normal(rng), plan)(state, batch_of())
+    assert "rng=None in an evaluation" in " ".join(caught.value.__notes__)
 
 
 def test_every_step_is_checked_once():

@@ -290,6 +290,8 @@ def test_state_of_rows_is_refused_with_microbatches():
     jax.eval_shape(jdp.make_train_step(loss_fn, plan), state, data())
     with pytest.raises(ValueError, match=r"hidden, \[16, 8\], with a batch of 16 rows, and .* fails on 8 of them"):
         jax.eval_shape(jdp.make_train_step(loss_fn, plan, accumulate=2), state, data())
+    with pytest.raises(KeyError, match="missing"):  # of any number of rows
+        jax.eval_shape(jdp.make_train_step(lambda m, b, r: b["missing"], plan, accumulate=2), state, data())
 
 
 class Temperature(nnx.Variable):
