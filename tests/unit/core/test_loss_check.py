@@ -26,7 +26,8 @@ def init(rng):
 def batch_of(rows=ROWS):
     random = np.random.default_rng(1)
     weight = random.integers(0, 4, rows).astype(np.float32)
-    return {"x": random.normal(size=(rows, WIDTH)).astype(np.float32), "weight": weight}
+    x = random.normal(size=(rows, WIDTH)).astype(np.float32)
+    return {"x": x, "weight": weight, "group": random.permutation(rows) // 2}
 
 
 def outputs(params, batch):
@@ -138,6 +139,12 @@ def mean_of_weighted_rows(params, batch, rng):
     return jdp.Loss(squares(params, batch) / batch["weight"].sum() * rows, jnp.float32(rows))
 
 
+def grouped(params, batch, rng):
+    """Two rows of a group, such as a query: few of the rows that are tried share one."""
+    y, same = outputs(params, batch).sum(axis=1), batch["group"][:, None] == batch["group"]
+    return jdp.Loss((same * jnp.square(y[:, None] - y)).sum(), len(y))
+
+
 def mixup(params, batch, rng):
     x = 0.6 * batch["x"] + 0.4 * batch["x"][jax.random.permutation(rng, batch["x"].shape[0])]
     return jdp.Loss(jnp.square(outputs(params, {**batch, "x": x}) - 1).sum(), jnp.float32(len(x)))
@@ -155,8 +162,8 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("loss", [normalised, *FOUND], ids=lambda loss: loss.__name__)
-@pytest.mark.default_ids("contrastive", "at_least_one")
+@pytest.mark.parametrize("loss", [normalised, grouped, *FOUND], ids=lambda loss: loss.__name__)
+@pytest.mark.default_ids("contrastive", "at_least_one", "grouped")
 def test_mixing_losses_see_all_rows_or_are_refused(loss):
     step, before, _, metrics = one_step(loss, {})
     assert step.partitioning == "auto" and "the loss returns jdp.Loss, but " in step.why
