@@ -196,9 +196,7 @@ def test_weights_changed_outside_the_block_are_reported(partitioning, reported):
     expected = loop(jax.device_get(state.params)["layers"], x)
     np.testing.assert_allclose(metrics["loss"], (expected**2).sum() / ROWS, rtol=1e-5)
     [notice] = [line for line in reported() if "gathered for the whole step" in line]
-    assert notice.startswith(
-        f"scan_layers: ['w'] {(LAYERS, WIDTH, WIDTH)} is not a parameter as it stands in the model"
-    )
+    assert notice.startswith(f"scan_layers: ['w'] {(LAYERS, WIDTH, WIDTH)} is not a parameter itself")
     assert "cast or reshape it inside the block" in notice
 
 
