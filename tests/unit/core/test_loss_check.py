@@ -27,7 +27,8 @@ def init(rng):
 def batch_of():
     random = np.random.default_rng(1)
     weight = random.integers(0, 4, ROWS).astype(np.float32)
-    return {"x": random.normal(size=(ROWS, WIDTH)).astype(np.float32), "weight": weight}
+    x = random.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    return {"x": x, "weight": weight, "group": random.permutation(ROWS) // 2}
 
 
 def outputs(params, batch):
@@ -42,9 +43,10 @@ def penalty(params):
     return 0.1 * jnp.square(params["w"]).sum()
 
 
-def one_step(loss, settings, init=init, plan=PLAN):
+def one_step(loss, settings, init=init, plan=PLAN, batch=None):
     """The step, after it was tried and taken, its parameters, and its metrics."""
-    step, state, [metrics] = train(loss, init, optax.sgd(RATE), plan, [batch_of()], check_loss=True, **settings)
+    batches = [batch_of() if batch is None else batch]
+    step, state, [metrics] = train(loss, init, optax.sgd(RATE), plan, batches, check_loss=True, **settings)
     return step, jax.device_get(state.params), metrics
 
 
@@ -130,6 +132,12 @@ def mean_of_weighted_rows(params, batch, rng):
     return jdp.Loss(squares(params, batch) / batch["weight"].sum() * rows, jnp.float32(rows))
 
 
+def grouped(params, batch, rng):
+    """Two rows of a group, such as a query: few of the rows that are tried share one."""
+    y, same = outputs(params, batch).sum(axis=1), batch["group"][:, None] == batch["group"]
+    return jdp.Loss((same * jnp.square(y[:, None] - y)).sum(), len(y))
+
+
 def mixup(params, batch, rng):
     x = 0.6 * batch["x"] + 0.4 * batch["x"][jax.random.permutation(rng, batch["x"].shape[0])]
     return jdp.Loss(jnp.square(outputs(params, {**batch, "x": x}) - 1).sum(), jnp.float32(len(x)))
@@ -147,8 +155,8 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("loss", [normalised, *FOUND], ids=lambda loss: loss.__name__)
-@pytest.mark.default_ids("contrastive", "at_least_one")
+@pytest.mark.parametrize("loss", [normalised, grouped, *FOUND], ids=lambda loss: loss.__name__)
+@pytest.mark.default_ids("contrastive", "at_least_one", "grouped")
 def test_mixing_losses_see_all_rows_or_are_refused(loss):
     step, _, metrics = one_step(loss, {})
     assert step.partitioning == "auto" and "the loss returns jdp.Loss, but " in step.why
@@ -181,9 +189,10 @@ def by_place(params, batch, rng):
 
 
 def test_losses_that_read_row_numbers_mix_rows():
-    """No row changes another's part; in another order the sum is another."""
-    step, _, metrics = one_step(by_place, {})
+    """No row changes another's part; in another order the sum is another. A program takes float64 as float32."""
+    step, _, metrics = one_step(by_place, {}, batch=jax.tree.map(np.float64, batch_of()))
     assert step.partitioning == "auto" and "of the same rows in the opposite order" in step.why
+    assert "drawn values" not in step.why
     np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(by_place), rtol=1e-5)
 
 
@@ -342,6 +351,9 @@ def test_an_evaluation_over_microbatches_is_checked_too():
     with pytest.raises(ValueError, match="must be a sum over rows"):
         evaluate(accumulate=2)
     assert abs(evaluate(accumulate=2, check_loss=False) - expected) > 0.1
+    with pytest.raises(TypeError) as caught:
+        jdp.make_eval_step(lambda params, batch, rng: jax.random.normal(rng), PLAN)(state, batch_of())
+    assert "rng=None in an evaluation" in " ".join(caught.value.__notes__)
 
 
 def test_every_step_is_checked_once():
@@ -394,10 +406,11 @@ def test_a_huge_finite_gradient_has_a_finite_norm(clip_norm, taken):
 def test_a_metric_that_is_no_sum_is_reported(capsys):
     def with_metrics(params, batch, rng):
         each = jnp.square(outputs(params, batch)).sum(-1)
-        metrics = {"sum": each.sum(), "largest": each.max(), "pair": (each.sum(), jnp.float32(len(each)))}
+        metrics = {"sum": each.sum(), "largest": each.max(), "mean": each.mean()}
+        metrics["pair"] = each.sum(), jnp.float32(len(each))
         return jdp.Loss(squares(params, batch), batch["weight"].sum(), metrics)
 
     one_step(with_metrics, {"accumulate": 2})
     said = capsys.readouterr().err
-    assert "metric 'largest' is no sum over rows" in said
+    assert "metric 'largest' is no sum over rows" in said and "metric 'mean' is no sum over rows" in said
     assert "metric 'sum'" not in said and "metric 'pair'" not in said

@@ -55,19 +55,22 @@ class Odd(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
         self.table = nnx.data(jnp.arange(FEATURES, dtype=jnp.float32))
+        self.frozen = nnx.Dropout(0.5, deterministic=True)
 
     def __call__(self, x):
         self.seen = nnx.Intermediate(x)
         return self.linear(x) + self.table
 
 
-def test_added_variables_are_dropped_and_reported(reported):
+def test_dropped_variables_and_modes_are_reported(reported):
     step, state, _ = train(loss_fn, lambda rng: Odd(nnx.Rngs(rng)), TX, plan_of(), [data()], accumulate=2)
     assert set(state.params) == {"linear"} and set(state.model_state) == {"table"}
     np.testing.assert_array_equal(state.model_state["table"], np.arange(FEATURES))
     assert step.partitioning == "manual"  # a table is no statistic of the batch
-    assert [m for m in reported() if "not kept" in m] == [
-        "a call of the model adds seen, which is not kept between steps"
+    assert [m for m in reported() if "not kept" in m or "evaluation mode" in m] == [
+        "a train step puts frozen into training mode, although it was made in evaluation mode; to keep it there, call "
+        "its .eval() in the loss",
+        "a call of the model adds seen, which is not kept between steps",
     ]
 
 
@@ -259,6 +262,9 @@ def test_state_of_rows_is_refused_with_microbatches():
     jax.eval_shape(step, state, data())
     with pytest.raises(ValueError, match=r"hidden, \[16, 8\], with a batch of 16 rows, and .* fails on 8 of them"):
         jax.eval_shape(step.changed(accumulate=2), state, data())
+    step, state = abstract_step(lambda m, b, r: b["missing"], make, TX, plan_of("zero2"), accumulate=2)
+    with pytest.raises(KeyError, match="missing"):  # of any number of rows
+        jax.eval_shape(step, state, data())
 
 
 class Temperature(nnx.Variable):

@@ -45,6 +45,7 @@ def by_path(plan, state):
         ((33, 101), P(), {"data": 8}, P(), "replicated: no dimension of [33, 101] divides by data=8"),
         ((256, 512), P(), {"data": 1}, P(), "the data axis has one device"),
         ((), P(), {"data": 8}, P(), "replicated: 1 elements"),
+        ((0, 2048), P(), {"data": 8}, P(), "replicated: no elements"),  # a gather of nothing has no shape to infer
         # The model's own axes: an untouched dimension first, though it is smaller; else the rest of a taken one.
         ((64, 512), P(None, "model"), {"data": 4, "model": 2}, P("data", "model"), "dimension 0"),
         ((63, 512), P(None, "model"), {"data": 4, "model": 2}, P(None, ("model", "data")), "dimension 1"),

@@ -179,3 +179,5 @@ def test_a_generator_without_indices_is_refused():
     few, many = (jax.make_jaxpr(lambda key, n=n: R.bits(key, (n,)))(row_key_shape(3)).jaxpr for n in (3, 6))
     with pytest.raises(PartsError, match=r"use jax\.random\.key"):
         read_draws(few, many, 3, R.key(0, impl="rbg"))
+    with jax.threefry_partitionable(False), pytest.raises(PartsError, match="jax_threefry_partitionable is off"):
+        read_draws(few, many, 3, R.key(0))

@@ -247,6 +247,7 @@ def test_the_partitioning_chosen_and_why(strategy, settings, loss_fn, expected, 
         ({"model": 2}, 3, shapes(7), "divide by data=4 × accumulate=3 = 12; given 7: the nearest that fit: 12"),
         ({}, 1, shapes() | {"weight": jax.ShapeDtypeStruct((32,), "f")}, "share their leading dimension.*: 32.*: 64"),
         ({}, 1, shapes() | {"e": jax.ShapeDtypeStruct((16,), "f")}, r"16 rows of 4 \+ 1; or stack a part for"),
+        ({}, 1, shapes() | {"rate": jax.ShapeDtypeStruct((), "f")}, r"'rate'\]: a scalar.*np\.full\(rows, value\)"),
         ({}, 1, {}, "share their leading dimension.*given none"),
     ],
 )
@@ -263,6 +264,7 @@ def test_ragged_and_indivisible_batches_are_refused(axes, accumulate, batch, mes
     [
         (lambda y: y, r"mean over the batch's rows; given an array of shape \(\d+,\)\. Return its \.mean\(\), or"),
         (lambda y: (y.sum(), {"aux": y}), r"returns jdp.Loss\(total, weight, metrics\) or a scalar.*; given tuple"),
+        (lambda y: jdp.Loss((y > 0).sum(), len(y)), "a floating-point number; given int32, which has no gradient"),
         (lambda y: jdp.Loss(y.sum(), y), r"Loss.weight must be a scalar"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": (y.sum(), y)}), r"'hits' has shapes \(\) and \(\d+,\)"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"loss": y.sum()}), "loss"),  # it would hide the step's own

@@ -66,7 +66,7 @@ def test_rows_come_in_the_order_asked_for(rows):
 
 def test_a_late_start_costs_nothing():
     source = Counted(2**16 + 3)
-    [batch] = [*islice(global_batches(source, batch_size=4, seed=0, start=10**9), 1)]
+    [batch] = [*islice(global_batches(source, batch_size=4, seed=0, start=np.int32(10**9)), 1)]
     assert batch["tokens"][:, 0].tolist() == [sample_index(0, len(source), 4 * 10**9 + row) for row in range(4)]
     assert len(source.reads) <= 4 * 6  # this batch and those read ahead
 
@@ -88,6 +88,7 @@ def test_only_own_rows_are_read():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"source": iter([])}, r"has len and \[index\]; given a list_iterator\. Give data\.train or"),
         ({"batch_size": 0}, "batch_size must be at least 1; given 0"),
         ({"seed": -1}, "seed must not be negative; given -1"),
         ({"epochs": 0}, "epochs must be at least 1; given 0"),
@@ -98,4 +99,4 @@ def test_only_own_rows_are_read():
 )
 def test_a_wrong_run_is_refused_at_once(wrong, message):
     with pytest.raises(ValueError, match=message):
-        global_batches(Counted(12), **({"batch_size": 4, "seed": 0} | wrong))
+        global_batches(**({"source": Counted(12), "batch_size": 4, "seed": 0} | wrong))
