@@ -38,8 +38,8 @@ class Options:
     names the process that failed first, and exits with its exit code. It passes on Ctrl-C and SIGTERM.
 
     With --max-restarts it then restarts all processes, and an experiment resumes from its newest checkpoint. It does
-    not restart after exit codes 1, 2 (a mistake), 78 (processes that do not match) and 130 (Ctrl-C), nor a third time
-    without a new checkpoint.
+    not restart after exit codes 1, 2 (a mistake), 78 (processes that do not match, wrong results) and 130 (Ctrl-C), nor
+    a third time without a new checkpoint.
 
     On several machines, run the same command on each, with its own --node-rank: jdp launch -n 8 --nodes 4 --node-rank 1
     --coordinator node0:29500 -- FILE. The program calls jdp.initialize(), as jdp train does. If a process fails or a
