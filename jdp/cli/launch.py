@@ -85,8 +85,9 @@ def _launch(options: Options, command: list[str]) -> int:
     from jdp.launch.output import LOGS
     from jdp.launch.supervisor import launch as start
 
-    if options.processes < 1:
-        raise UsageError(f"-n must be 1 or more processes; given {options.processes}: raise it")
+    for flag, number in {"-n": options.processes, "--devices-per-process": options.devices_per_process}.items():
+        if number is not None and number < 1:
+            raise UsageError(f"{flag} must be 1 or more; given {number}: raise it")
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts must be 0 or more; given {options.max_restarts}: 0 starts nothing again")
     nodes = _nodes(options)
