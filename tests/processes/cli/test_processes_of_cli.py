@@ -14,7 +14,7 @@ def test_help_takes_no_jax():
 
 
 STREAMS = {
-    "a reader that left": ("{} --help | true", "", 141),
+    "a reader that left": ("{} train --help | true", "", 141),
     "a reader that left a run": (
         "{} launch -n 1 -- sh -c 'sleep 0.1; echo row' | true",
         "jdp: stdout cannot be written (Broken pipe): the run goes on without it\n",

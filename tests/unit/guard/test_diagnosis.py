@@ -226,7 +226,8 @@ def test_what_else_spoke_in_the_log_is_repeated(tmp_path):
     assert "A bit flipped." in found.words
 
 
-def test_no_log_of_a_process(tmp_path):
-    found = asked(tmp_path, supervisor=[ended(1000.0, 1, lost_peer=False)])
+@pytest.mark.parametrize("logs", [[], [[]]], ids=["no file", "an empty file"])
+def test_no_log_of_a_process(tmp_path, logs):
+    found = asked(tmp_path, *logs, supervisor=[ended(1000.0, 1, lost_peer=False)])
     assert found.state == "unknown" and "has no log of a process" in found.words[0]
     assert found.words[1] == "jdp launch: process 1 of 2 ended with signal 11 (SIGSEGV)."
