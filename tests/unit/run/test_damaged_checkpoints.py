@@ -5,11 +5,10 @@ from damage import cut, flip
 from tiny_experiment import write_tiny
 from tiny_runs import refused, rows, train
 
-from jdp.base import notices
 from jdp.checkpoint import check
 
 # Runs of a process each; `test_checkpoint_faults.py` has damage in one.
-pytestmark = pytest.mark.rest
+pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("fresh_notices")]
 
 
 TABLES = "[train]\nsteps = 6\nbatch_size = 8\nlog_every = 1\neval_every = 2\ncheckpoint_every = 2\n"
@@ -22,11 +21,6 @@ def undisturbed(tmp_path_factory):
     code, folder = train(file)
     assert code == 0
     return file, losses(folder)
-
-
-@pytest.fixture(autouse=True)
-def fresh_notices():
-    notices._said.clear()
 
 
 def losses(folder):
