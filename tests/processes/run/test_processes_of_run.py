@@ -6,16 +6,15 @@ import subprocess
 import sys
 import time
 
-import fsspec
 import pytest
 from own_process import python, start_python
 from paths import EXPERIMENTS
+from storage_servers import copies, whole
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import refused, rows, sample_files, saved_steps, train
 
 from jdp.cli.main import main
 from jdp.run.folder import LOCK
-from jdp.run.outputs.metrics import read
 
 
 @pytest.mark.rest
@@ -33,13 +32,6 @@ def test_two_processes_write_what_one_writes(sampled):
             {key: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value for key, value in row.items()}
             for row in rows[0]
         ]
-
-
-def finish(process):
-    """Wait for a command that must succeed; returns its stdout."""
-    out, error = process.communicate(timeout=240)
-    assert process.returncode == 0, error
-    return out
 
 
 def test_ctrl_c_saves_and_leaves_cleanly(tmp_path):
@@ -73,45 +65,30 @@ def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
     launched += ["--train.mirror", f"{bucket}/quickstart"]
     process = start_python("-m", "jdp", *launched, cwd=tmp_path)
     assert main(["train", str(quickstart), "--run-dir", f"{tmp_path}/one", "--devices", "none", *short]) == 0
-    one, two = json.loads(capsys.readouterr().out), json.loads(finish(process))
+    out, error = process.communicate(timeout=240)
+    assert process.returncode == 0, error
+    one, two = json.loads(capsys.readouterr().out), json.loads(out)
     assert (one["devices"], one["processes"]) == (8, 1)
     assert (two["devices"], two["processes"]) == (8, 2)
     run = tmp_path / "quickstart"
-    logged = [
-        [row for row in read(folder / "metrics.jsonl") if "loss" in row]
-        for folder in (tmp_path / "one" / "quickstart", run)
-    ]
-    assert [row["step"] for row in logged[0]] == [row["step"] for row in logged[1]] == [1, 2, 3, 4, 5]
-    assert [row["loss"] for row in logged[1]] == pytest.approx([row["loss"] for row in logged[0]], abs=5e-6)
-    assert all("tokens_per_second" in row for row in logged[1][1:])
+    ours, theirs = (rows(folder, "loss") for folder in (tmp_path / "one" / "quickstart", run))
+    assert list(ours) == [1, 2, 3, 4, 5] and theirs == pytest.approx(ours, abs=5e-6)
+    assert list(rows(run, "tokens_per_second")) == [2, 3, 4, 5]
     assert two["final_eval_loss"] == pytest.approx(one["final_eval_loss"], abs=5e-6)
-    fs, root = fsspec.core.url_to_fs(f"{bucket}/quickstart", use_listings_cache=False)
-    assert sorted(int(path.split("/")[-2]) for path in fs.glob(f"{root}/*/checksums.json")) == [2, 4, 5]
+    assert copies(f"{bucket}/quickstart") == whole(2, 4, 5)
     assert json.loads((run / "export" / "jdp.json").read_text())["step"] == 5
     assert (run / "export" / "model.safetensors").exists() and (run / "events" / "rank-00001.jsonl").exists()
 
 
-TRAIN = {"steps": 6, "batch_size": 16, "log_every": 1, "eval_batches": "all"}
-POINTS = points_text(tables(optimizer={"name": "sgd", "lr": 0.1}, train=TRAIN))
-
-
-@pytest.fixture
-def file(tmp_path):
-    return write_points(tmp_path, POINTS)
-
-
-def refusal(capsys, file, *arguments):
-    return refused(capsys, "train", file, "--run-dir", file.parent / "runs", *arguments)
-
-
-def test_the_lock_dies_with_its_process(file, capsys):
+def test_the_lock_dies_with_its_process(tmp_path, capsys):
+    file = write_points(tmp_path, points_text(tables(train={"steps": 1, "batch_size": 16})))
     folder = file.parent / "runs" / "points"
     folder.mkdir(parents=True)  # as a run that compiles has it
     hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True)"
     command = [sys.executable, "-c", f"{hold}; input()", str(folder / LOCK)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
-        assert "is in use by a run: wait for its end" in refusal(capsys, file)
+        assert "is in use by a run: wait for its end" in refused(capsys, "train", file, "--run-dir", tmp_path / "runs")
         assert [path.name for path in folder.iterdir()] == [LOCK]
         holder.kill()
-    assert train(file, "--train.steps", "1")[0] == 0
+    assert train(file)[0] == 0

@@ -10,7 +10,7 @@ import optax
 import pytest
 import tiny_states as tiny
 from flax import nnx
-from tiny_states import assert_same_bits
+from tiny_states import assert_same_bits, plan_of
 
 import jdp
 
@@ -31,11 +31,6 @@ def init(rng):
 def loss_fn(params, batch, rng):
     y = (batch["x"] @ params["w"] + jax.random.normal(rng, (16, 24))) * params["scale"]
     return jdp.Loss((y @ params["half"].astype(jnp.float32)).sum(), jnp.float32(y.shape[0]))
-
-
-def plan_of(strategy="zero3", **axes):
-    count = int(np.prod(list(axes.values()))) if axes else 8
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:count], **axes), strategy, min_shard_size=64)
 
 
 def small(rng):

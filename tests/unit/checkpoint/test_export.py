@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import tracemalloc
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from damage import files_of_at_most
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import numpy, safe_open
-from tiny_states import assert_same_bits
+from tiny_states import assert_same_bits, plan_of
 
 import jdp
 from jdp.checkpoint.safetensors.files import Stored
@@ -28,11 +27,6 @@ GPT2 = GPTConfig(
     positions="learned", activation="gelu", norm="layer", bias=True, tied=True,
 )  # fmt: skip
 LLAMA = GPTConfig(vocab_size=48, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
-
-
-def plan_of(strategy="zero3", **axes):
-    count = math.prod(axes.values()) if axes else 8
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:count], **(axes or {"data": 8})), strategy, min_shard_size=16)
 
 
 def target(config, plan):

@@ -117,12 +117,6 @@ def test_an_export_keeps_what_jdp_does_not_know(tmp_path, dtype):
         export_hf(tmp_path / "none", params, grown, original=tmp_path)
 
 
-@pytest.mark.parametrize("case", [case for case in STORED if " " in case])
-@pytest.mark.default_ids("llama 3.1", "gpt2 gelu")
-def test_every_case_differs_from_the_plain_model(case):
-    assert np.abs(np.subtract(STORED[case]["logits"], STORED[case.split()[0]]["logits"])).max() > 10 * ATOL
-
-
 def transformers_says(*arguments):
     program = [sys.executable, hf_reference.__file__, *map(str, arguments)]
     result = subprocess.run(program, capture_output=True, text=True, timeout=300)

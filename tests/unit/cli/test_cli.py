@@ -128,10 +128,7 @@ MISTAKES = {
     "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more processes; given 0"),
     "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
     "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "from 1 to train.steps"),
-    "nodes without a place": (
-        ["launch", "-n", "2", "--nodes", "2", "--", "x.py"],
-        "given --nodes 2 without --node-rank",
-    ),
+    "no place": (["launch", "-n", "2", "--nodes", "2", "--", "x.py"], "given --nodes 2 without --node-rank and --c"),
     "launch of too few devices on all nodes": (
         ["launch", "-n", "2", *TWO_NODES, "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
         "data=3, but there are 8 devices",

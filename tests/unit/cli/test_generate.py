@@ -212,7 +212,7 @@ def test_a_folder_of_another_hand_is_left_alone(trained, capsys):
 def test_a_model_without_an_export_is_refused(key, tmp_path):
     file = write_tiny(tmp_path, TABLES)
     load(file, {"model.lora_rank": "2"})  # its updates are added
-    with pytest.raises(ExperimentError, match="models that transformers has: remove the key. "):
+    with pytest.raises(ExperimentError, match="models that transformers has: remove the key"):
         check_export(tmp_path, load(file, key).model.config)
 
 

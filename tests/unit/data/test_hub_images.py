@@ -54,11 +54,13 @@ def test_channels_of_an_array_are_resized_separately():
             Frame((1, 1), channels).fit(values[..., :have])
 
 
+COLUMNS = {"image": [{"bytes": png, "path": None} for png in PNGS], "label": LABELS}
+
+
 def hub_table(names=CLASSES, **more):
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))}
-    columns = {"image": [{"bytes": png, "path": None} for png in PNGS], "label": LABELS}
     extra = {key: datasets.Value("string") for key in more}
-    return datasets.Dataset.from_dict(columns | more, features=datasets.Features(kinds | extra))
+    return datasets.Dataset.from_dict(COLUMNS | more, features=datasets.Features(kinds | extra))
 
 
 def write_tar(path):
@@ -112,19 +114,14 @@ def test_splits_are_numbered_by_the_same_classes(tmp_path):
 
 
 def rows(**changed):
-    return datasets.Dataset.from_dict(
-        {"image": [{"bytes": png, "path": None} for png in PNGS], "label": LABELS} | changed
-    ).cast_column("image", datasets.Image())
-
-
-NO_PICTURE = [*({"bytes": png, "path": None} for png in PNGS[1:]), None]
+    return datasets.Dataset.from_dict(COLUMNS | changed).cast_column("image", datasets.Image())
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"label": ["x"] * 29 + [None]}, "every row must have a label; given none in row 29 of"),
-        ({"image": NO_PICTURE}, "every row must have a picture; given none in row 29 of"),
+        ({"image": [*COLUMNS["image"][1:], None]}, "every row must have a picture; given none in row 29 of"),
         ({"labels": [1] * 30}, "a column of labels must be named, .* given several: label, labels"),
         ({"label": [2**40] * 30}, "of classes, 10,000,000; given 1099511627776 for sample 0"),
     ],
@@ -136,8 +133,8 @@ def test_tables_that_cannot_be(tmp_path, changed, message):
 
 
 def test_a_corrupt_picture_is_named_by_its_row(tmp_path):
-    cut = [{"bytes": png[:-30] if number == 7 else png, "path": None} for number, png in enumerate(PNGS)]
-    rows(image=cut).to_parquet(tmp_path / "x.parquet")
+    images = COLUMNS["image"]
+    rows(image=[*images[:7], {"bytes": PNGS[7][:-30], "path": None}, *images[8:]]).to_parquet(tmp_path / "x.parquet")
     source = f"hf:parquet:{tmp_path}/x.parquet"
     data = image_data(source, heldout=source)
     with pytest.raises(ValueError, match=rf"must be readable; given row 7 \(sample 7 of {source}"):

@@ -24,9 +24,8 @@ batch_sizes = st.integers(1, 17)
 
 
 def vectors(samples):
-    return ArraySamples(
-        {"features": np.arange(3 * samples).reshape(-1, 3), "n": np.arange(samples)}, np.arange(samples)
-    )
+    arrays = {"features": np.arange(3 * samples).reshape(-1, 3), "n": np.arange(samples)}
+    return ArraySamples(arrays, np.arange(samples))
 
 
 def rows_of_a_table(samples):
@@ -111,10 +110,8 @@ def together(source, partition, **run):
     parts = [list(global_batches(source, rows=rows, **run)) for rows in partition]
     assert len({len(part) for part in parts}) == 1  # all stop together
     order = np.argsort(np.concatenate(partition))
-    return [
-        {key: np.concatenate([part[key] for part in batch])[order] for key in batch[0]}
-        for batch in zip(*parts, strict=True)
-    ]
+    batches = zip(*parts, strict=True)
+    return [{key: np.concatenate([part[key] for part in batch])[order] for key in batch[0]} for batch in batches]
 
 
 @few

@@ -112,19 +112,13 @@ def hub(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("saved", DOCUMENTS),
-        ("selected", DOCUMENTS[::-1]),
-        ("splits:train", DOCUMENTS),
-        ("files:train[:3]", DOCUMENTS[:3]),
-    ],
-)
-def test_data_sets_on_a_disk(hub, name, expected):
+ON_DISK = {"saved": DOCUMENTS, "selected": DOCUMENTS[::-1], "splits:train": DOCUMENTS, "files:train[:3]": DOCUMENTS[:3]}
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_data_sets_on_a_disk(hub, name):
     corpus = read_corpus(f"hf:{hub}/{name}")
-    assert corpus.documents == expected
-    assert corpus.name == f"hf:{hub}/{name}"
+    assert (corpus.documents, corpus.name) == (ON_DISK[name], f"hf:{hub}/{name}")
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,8 @@ def test_documents_become_the_tokens_of_the_file(trained, file, texts):
     data = text_data(texts, length=16, heldout_fraction=0.3, tokenizer=str(file))
     plain = text_data(texts, length=16, heldout_fraction=0.3)
     assert data.vocab_size == 300 and data.train.ids.dtype == np.uint16
-    sides = [
-        [data.tokenizer.decode(document) for document in documents_of(side, 299)] for side in (data.train, data.heldout)
-    ]
+    decode = data.tokenizer.decode
+    sides = [[decode(document) for document in documents_of(side, 299)] for side in (data.train, data.heldout)]
     assert sorted(sides[0] + sides[1]) == sorted(TEXTS)
     # Which text is held out does not depend on the tokenizer.
     for side, other in zip(sides, (plain.train, plain.heldout), strict=True):
@@ -104,16 +103,15 @@ def test_the_configuration_names_what_closes_a_document(trained, file, config, t
 BOS = {"bos_token": "t"}
 
 
-@pytest.mark.parametrize(
-    ("processed", "settings", "bos"),
-    [
-        (END, {}, END),
-        (END, BOS | {"add_bos_token": False}, None),
-        ("", BOS, None),
-        ("", BOS | {"add_bos_token": True}, "t"),
-    ],
-    ids=["the file adds it", "it is turned off", "it is only named", "it is turned on"],
-)
+OPENED = {
+    "the file adds it": (END, {}, END),
+    "it is turned off": (END, BOS | {"add_bos_token": False}, None),
+    "it is only named": ("", BOS, None),
+    "it is turned on": ("", BOS | {"add_bos_token": True}, "t"),
+}
+
+
+@pytest.mark.parametrize(("processed", "settings", "bos"), OPENED.values(), ids=OPENED)
 def test_documents_and_prompts_open_as_the_tokenizer_says(trained, file, texts, processed, settings, bos, capsys):
     """By `add_bos_token`; where it is not said, as transformers does by the file itself."""
     saved = tokenizers.Tokenizer.from_str(trained.to_str())
@@ -154,19 +152,13 @@ def test_a_mixture_has_one_tokenizer(file, texts):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("missing.json", None, r'must be "bytes", .*; given .*missing.json, looked for at /'),
-        ("a.json", "{}", r"must be a file of Hugging Face tokenizers; given .*a.json: "),
-    ],
-)
-def test_a_file_that_is_no_tokenizer(tmp_path, texts, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        text_data(texts, length=4, tokenizer=str(tmp_path / name))
-    assert "\n" not in str(caught.value)
+def test_a_file_that_is_no_tokenizer(tmp_path, texts):
+    (tmp_path / "a.json").write_text("{}")
+    rules = {"none": r'must be "bytes", .*, looked for at /', "a.json": "must be a file of Hugging Face tokenizers; "}
+    for name, rule in rules.items():
+        with pytest.raises(ValueError, match=rule) as caught:
+            text_data(texts, length=4, tokenizer=str(tmp_path / name))
+        assert f"given {tmp_path / name}" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_that_closes_nothing(tmp_path, file):

@@ -13,9 +13,8 @@ from jdp.launch.events import EventLog, history, read, read_logs
 
 
 def test_grown_logs_keep_the_account(tmp_path):
-    log = EventLog(
-        tmp_path / "events" / "rank-00003.jsonl", account=lambda events: asdict(account(events)), limit_bytes=2000
-    )
+    file, kept = tmp_path / "events" / "rank-00003.jsonl", lambda events: asdict(account(events))
+    log = EventLog(file, account=kept, limit_bytes=2000)
     log.event("start", rank=3, of=4)
     log.event("started", step=0, devices=8)
     for step in range(1, 101):
@@ -28,8 +27,8 @@ def test_grown_logs_keep_the_account(tmp_path):
     assert (spent.visits, spent.step_count) == (1, 99)
     assert [(event["event"], event["devices"]) for event in history(read(log.file))] == [("started", 8)]
     assert spent.steps == pytest.approx(99 * 0.4) and spent.data == pytest.approx(10.0)
-    kept = [event["step"] for event in read_logs(tmp_path / "events", "rank")[3] if event["event"] == "step"]
-    assert kept == list(range(kept[0], 101)) and len(kept) > 10
+    steps = [event["step"] for event in read_logs(tmp_path / "events", "rank")[3] if event["event"] == "step"]
+    assert steps == list(range(steps[0], 101)) and len(steps) > 10
 
 
 def test_many_incidents_leave_the_visit_known(tmp_path):
@@ -54,15 +53,8 @@ def test_half_written_lines_are_left_out(tmp_path):
 
 
 def test_hostile_files_are_not_believed(tmp_path):
-    lines = [
-        "[]",
-        "null",
-        '{"event": "step"}',
-        '{"time": true, "event": "step"}',
-        '{"time": 1, "event": 3}',
-        "[" * 9999,
-    ]
-    (tmp_path / "rank-00000.jsonl").write_text("\n".join(lines))
+    objects = ['{"event": "step"}', '{"time": true, "event": "step"}', '{"time": 1, "event": 3}']
+    (tmp_path / "rank-00000.jsonl").write_text("\n".join(["[]", "null", *objects, "[" * 9999]))
     (tmp_path / "rank-x.jsonl").write_text('{"time": 1, "event": "start"}')
     before = {"time": 5.0, "event": "before", "steps": "many", "visits": 2, "first": 1.0, "nothing": 3}
     before["history"] = [3, {"event": "started"}, {"event": "finished", "step": 3}]

@@ -1,7 +1,7 @@
 """Stragglers: who is late, what it costs, and that it is said once."""
 
 import json
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,16 +37,6 @@ class Store(dict):
         return [(key, text) for key, text in self.items() if key.startswith(prefix)]
 
 
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-
 @pytest.fixture
 def store(monkeypatch):
     store = Store()
@@ -56,28 +46,22 @@ def store(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
+    """Time that passes when it is told to."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(stragglers, "time", clock)
     return clock
 
 
-@dataclass
-class Values:
-    """The results of a step, which are there or not."""
-
-    ready: bool
-
-    def is_ready(self):
-        return self.ready
-
-
 def take_steps(times, clock, done, *, host, ready=True):
-    """Take three steps of a second, `host` of it before the dispatch; return what is said at the end."""
+    """Take three steps of a second, `host` of it before the dispatch; return what is said at the end.
+
+    `ready`: the devices have computed the step before.
+    """
     lines = []
     for step in range(done + 1, done + 4):
         times.results()
         clock.now += host
-        times.dispatches({"loss": Values(ready)})
+        times.dispatches({"loss": SimpleNamespace(is_ready=lambda: ready)})
         clock.now += 1 - host
         lines.append(times.after(step))
     assert lines[:2] == [None, None]

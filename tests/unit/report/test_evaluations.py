@@ -10,12 +10,8 @@ from jdp.report.pages import run_page
 from jdp.run.read_folder import read_samples
 
 SAMPLES = [{"step": step, "prompt": "a", "text": f"text {step} {HOSTILE}"} for step in (10, 20)]
-METRICS = {
-    "eval_top5_accuracy": 0.75,
-    "eval_web_loss": 2.0,
-    "eval_web_perplexity": 7.389,
-    "eval_web_top5_accuracy": 0.5,
-}
+METRICS = {"eval_top5_accuracy": 0.75, "eval_web_top5_accuracy": 0.5}
+METRICS |= {"eval_web_loss": 2.0, "eval_web_perplexity": 7.389}
 
 
 def test_every_finding_is_on_the_page_and_escaped():
@@ -27,12 +23,13 @@ def test_every_finding_is_on_the_page_and_escaped():
     assert page.index("Step 20") < page.index("Step 10")
 
 
-def test_runs_without_findings_lack_the_section():
+def test_runs_without_findings_lack_the_section(tmp_path):
     page = run_page([run_of(), run_of("b")])
     assert not [name for name in ("Samples", "Evaluated data") if name in page]
+    assert read_samples(tmp_path, notes := []) == [] and not notes
 
 
-@pytest.mark.parametrize("damage", [b"\xff\xfe", b"{", b"[]", b"null", b'{"step": "x"}', b'"x"', b""])
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"{", b"[]", b'{"step": "x"}', b""])
 def test_damaged_samples_are_left_out_and_noted(tmp_path, damage):
     (tmp_path / "samples").mkdir()
     good = {"step": 5, "prompt": "a", "text": "line\u2028separator"}
@@ -40,7 +37,3 @@ def test_damaged_samples_are_left_out_and_noted(tmp_path, damage):
     notes = []
     assert read_samples(tmp_path, notes) == [good]
     assert len(notes) == bool(damage) and all("left out" in note for note in notes)
-
-
-def test_a_folder_without_samples_is_read(tmp_path):
-    assert read_samples(tmp_path, notes := []) == [] and not notes

@@ -11,15 +11,7 @@ from jdp.core.sharding.placement import Placement
 from jdp.report.pages import run_page
 from jdp.report.run import CompiledStep, Run
 
-DEVICES = {
-    "platform": "cpu",
-    "device": "cpu",
-    "devices": 4,
-    "hosts": 1,
-    "processes": 1,
-    "jax": "0.10",
-    "python": "3.11",
-}
+DEVICES = {"platform": "cpu", "device": "cpu", "devices": 4, "hosts": 1, "jax": "0.10", "python": "3.11"}
 HISTORY = (
     {"event": "started", "step": 0, "time": 1000.0, **DEVICES},
     {"event": "stopped", "step": 20, "time": 1100.0, "signal": "SIGTERM"},
@@ -32,20 +24,9 @@ LEAF = Placement("params/head/kernel", (64, 256), "float32", "P('data',)", "P()"
 
 
 def rows_of(count=60, **more):
-    rows = [
-        {
-            "step": step,
-            "time": 1000.0 + step,
-            "loss": 5 / step**0.1,
-            "lr": 1e-3,
-            "grad_norm": 1.5,
-            "step_seconds": 0.25,
-            "data_wait_seconds": 0.025,
-            "tokens_per_second": 4096.0,
-            **more,
-        }
-        for step in range(1, count + 1)
-    ]
+    same = {"lr": 1e-3, "grad_norm": 1.5, "step_seconds": 0.25, "data_wait_seconds": 0.025, "tokens_per_second": 4096.0}
+    steps = range(1, count + 1)
+    rows = [{"step": step, "time": 1000.0 + step, "loss": 5 / step**0.1, **same, **more} for step in steps]
     return [*rows, {"step": count, "time": 1070.0, "eval_loss": 3.125, "eval_bits_per_token": 4.5}]
 
 
@@ -134,10 +115,7 @@ def test_several_runs_are_compared():
         (run_of(rows=[{"step": 1, "loss": math.nan}, {"step": 7, "eval_loss": math.inf}], history=()), "nan"),
         (run_of(history=[*HISTORY[:1], {"event": "bad step", "step": 3, "words": "Step 3 is bad."}]), "Step 3 is bad."),
         (run_of(rows=[], no_step="The data are gone."), "The data are gone."),
-        (
-            run_of(rows=[], step=CompiledStep("cpu:4", FAILED, [LEAF], [])),
-            "The step did not compile: RESOURCE_EXHAUSTED: no room",
-        ),
+        (run_of(rows=[], step=CompiledStep("cpu:4", FAILED, [LEAF], [])), "The step did not compile: RESOURCE_EXHAUST"),
         (run_of(rows=[], step=compiled(timeline=None)), "The rates of these devices are unknown."),
         (run_of(rows=[], settings={}, toml="[["), "[["),
         (run_of(rows=[{"step": 1, "loss": 1e99, "lr": 0.0, "grad_norm": -1.0}]), "1e+99"),

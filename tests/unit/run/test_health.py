@@ -12,7 +12,7 @@ from damage import flipped
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, train
 
-from jdp.checkpoint import Checkpoints
+import jdp
 from jdp.experiment import assembly as assemblies
 from jdp.experiment.assembly import Assembly, Training
 from jdp.experiment.file import load
@@ -20,14 +20,8 @@ from jdp.guard.diagnosis import diagnose
 from jdp.launch.events import history, read
 from jdp.run.bad_steps import leave_out
 
-TRAIN = {
-    "steps": 12,
-    "batch_size": 16,
-    "log_every": 1,
-    "eval_batches": 1,
-    "checkpoint_every": 3,
-    "keep_checkpoints": 10,
-}
+TRAIN = {"steps": 12, "batch_size": 16, "log_every": 1, "eval_batches": 1}
+TRAIN |= {"checkpoint_every": 3, "keep_checkpoints": 10}
 TABLES = tables(optimizer={"name": "sgd", "momentum": 0.9, "lr": 0.01}, train=TRAIN)
 NAN = float("nan")
 
@@ -57,8 +51,7 @@ def losses(folder):
 def final(file, folder, step=12):
     """The state of a checkpoint, its leaves as NumPy arrays."""
     assembly = Assembly.on_devices(load(file, {}))
-    with Checkpoints(folder / "checkpoints") as saved:
-        state, _ = saved.restore(assembly.training.abstract_state, step)
+    state = jdp.restore(folder / "checkpoints" / str(step), assembly.training.abstract_state)
     rng = jax.random.key_data(state.rng)
     return jax.tree.map(np.asarray, dataclasses.replace(state, rng=rng))
 
@@ -75,12 +68,12 @@ def test_a_skipped_step_is_inspected_with_its_batch(file, monkeypatch, capsys):
     assert code == 0
     assert sorted(file.name for file in (folder / "events").glob("*.npz")) == ["batch-4.npz", "batch-9.npz"]
     for step in (4, 9):  # the first one of each row
+        order = "layers/1/bias, layers/1/kernel, layers/0/kernel"
         sentences = (
             f"Step {step} is skipped: its gradient or update was not finite.",
             f"The batch of step {step} has NaN or infinities: features.",
             f"The loss of step {step} is nan: the forward pass broke.",
-            "3 of 4 gradients are not finite, in the order of the backward pass first layers/1/bias, layers/1/kernel, "
-            "layers/0/kernel.",
+            f"3 of 4 gradients are not finite, in the order of the backward pass first {order}.",
             f"Its batch is in {folder / 'events' / f'batch-{step}.npz'}.",
         )
         assert "\n".join(sentences) in shown

@@ -10,7 +10,6 @@ import pytest
 from tiny_experiment import tables, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
-from jdp.base import notices
 from jdp.run.outputs import metrics as trackers
 from jdp.run.outputs.metrics import Metrics
 
@@ -18,11 +17,10 @@ CONFIG = {"name": "tiny", "optimizer": {"lr": 0.1}, "rules": {"*/kernel": ["", "
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch):
+def offline(monkeypatch, fresh_notices):
     """Nothing leaves this machine."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setattr(notices, "_said", set())
 
 
 @pytest.fixture
@@ -142,11 +140,10 @@ def test_waiting_for_unsent_rows_is_limited(folder, monkeypatch, capsys):
     assert "wandb failed (Timed out finishing run.): this run continues" in capsys.readouterr().err
 
 
-def never(*_):
-    raise RuntimeError("no such server")
-
-
 def test_a_tracker_must_start_with_a_fresh_run(folder, monkeypatch, capsys):
+    def never(*_):
+        raise RuntimeError("no such server")
+
     monkeypatch.setattr(trackers, "start_wandb", never)
     with pytest.raises(ValueError, match=r"train\.wandb = 'project' did not start: no such server .*WANDB_MODE"):
         trackers.start_tracker(folder, CONFIG, wandb="project")
@@ -157,12 +154,10 @@ def test_a_tracker_must_start_with_a_fresh_run(folder, monkeypatch, capsys):
     assert list(rows(folder, "loss")) == [3, 4]
 
 
-TABLES = tables(train={"steps": 4, "batch_size": 8, "log_every": 1, "eval_batches": 1, "wandb": "project"})
-
-
 @pytest.fixture
 def file(tmp_path):
-    return write_tiny(tmp_path, TABLES)
+    train = {"steps": 4, "batch_size": 8, "log_every": 1, "eval_batches": 1, "wandb": "project"}
+    return write_tiny(tmp_path, tables(train=train))
 
 
 def test_a_missing_package_ends_the_command(file, monkeypatch, capsys):

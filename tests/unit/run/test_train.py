@@ -77,12 +77,10 @@ def test_the_events_and_the_goodput_of_a_run(whole):
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 9))
     phases = [event["doing"] for event in events if event["event"] == "begin"]
     assert phases[:2] == ["restore", "compile"] and phases.count("eval") == 2 and phases.count("save") == 3
-    left = next(event for event in events if event["event"] == "finished")
-    assert left["step"] == 8
+    assert next(event for event in events if event["event"] == "finished")["step"] == 8
     goodput = json.loads((whole / "summary.json").read_text())["goodput"]
     assert goodput["visits"] == 1 and 0 < goodput["share"] < 1
-    parts = sum(goodput[name] for name in (*KINDS, "other"))
-    assert parts == pytest.approx(goodput["seconds"])
+    assert sum(goodput[name] for name in (*KINDS, "other")) == pytest.approx(goodput["seconds"])
 
 
 def test_stop_and_resume_is_bitwise_the_undisturbed_run(whole, experiment, capsys):
@@ -106,15 +104,9 @@ def test_resume_with_int8_gradients_is_bitwise(experiment):
     for names in (("loss", "grad_norm"), ("eval_loss",)):
         resumed, calm = (rows(folder, *names) for _, folder in runs)
         assert resumed == calm and max(calm) == 8
-    jax.tree.map(np.testing.assert_array_equal, *[saved_state(folder, 8) for _, folder in runs])
-
-
-def saved_state(folder, step):
-    """The parameters and the optimizer's state of a checkpoint."""
-    target = Assembly.on_devices(load(folder / "experiment.toml")).training.abstract_state
-    with Checkpoints(folder / "checkpoints") as saved:
-        state, _ = saved.restore(target, step)
-    return jax.device_get((state.params, state.opt_state))
+    target = Assembly.on_devices(load(runs[0][1] / "experiment.toml")).training.abstract_state
+    states = [jdp.restore(folder / "checkpoints" / "8", target) for _, folder in runs]
+    jax.tree.map(np.testing.assert_array_equal, *[(state.params, state.opt_state) for state in states])
 
 
 def test_a_crash_repeats_steps_since_the_checkpoint(whole, experiment, capsys):
@@ -212,12 +204,11 @@ def test_bad_input_gets_one_error_and_no_folder(tmp_path, capsys, monkeypatch, c
 
 
 def test_refuses_the_folder_of_another_experiment(whole, capsys):
-    """And of other steps, as the schedule goes by them."""
+    """Other steps are those of another, too, as the schedule goes by them."""
     before, words = tree(whole), ["train", whole.parent.parent / "points.toml", "--run-dir", whole.parent]
     assert "optimizer.lr was 0.01, is 0.5" in refused(capsys, *words, "--optimizer.lr", "0.5")
-    assert "lowers the learning rate over train.steps, which was 8 in " in refused(
-        capsys, *words, "--train.steps", "12"
-    )
+    error = refused(capsys, *words, "--train.steps", "12")
+    assert "lowers the learning rate over train.steps, which was 8 in " in error
     assert tree(whole) == before
 
 

@@ -8,7 +8,8 @@ import pytest
 from tiny_experiment import entries
 from tiny_runs import refused
 
-from jdp.checkpoint import Checkpoints
+import jdp
+from jdp.base.tree_paths import path_of
 from jdp.cli.main import main
 from jdp.data import global_batches
 from jdp.experiment.assembly import Assembly
@@ -77,9 +78,8 @@ def test_what_is_compiled_for_is_what_is_read(folder, kind):
     read_as = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
     planned = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in assembly.inputs.abstract_batch.items()}
     assert planned == read_as
-    _, metrics = jax.eval_shape(
-        assembly.training.step, assembly.training.abstract_state, assembly.inputs.abstract_batch
-    )
+    training = assembly.training
+    _, metrics = jax.eval_shape(training.step, training.abstract_state, assembly.inputs.abstract_batch)
     assert metrics["loss"].shape == ()
 
 
@@ -101,8 +101,7 @@ def test_a_resnet_trains_on_digits_with_its_statistics(folder, tmp_path, capsys)
     summary = json.loads(capsys.readouterr().out)
     assert summary["eval_sets"].keys() == {"eval_same_loss", "eval_same_accuracy"}
     assembly = Assembly.on_devices(load(file))
-    with Checkpoints(tmp_path / "kind" / "checkpoints") as saved:
-        state, _ = saved.restore(assembly.training.abstract_state)
+    state = jdp.restore(tmp_path / "kind", assembly.training.abstract_state)
     begun = jax.device_get(assembly.training.state().model_state)
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), begun, jax.device_get(state.model_state))
     assert min(jax.tree.leaves(moved)) > 0, "running averages of BatchNorm are part of the state"
@@ -134,12 +133,8 @@ def test_lora_leaves_the_weights_of_a_run(folder, tmp_path, capsys):
 def weights(folder):
     """The parameters of the newest checkpoint by path."""
     assembly = Assembly.on_devices(load(folder / "experiment.toml"))
-    with Checkpoints(folder / "checkpoints") as saved:
-        params = saved.restore_params(assembly.training.abstract_state).params
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x)
-        for path, x in jax.tree.leaves_with_path(params)
-    }
+    params = jdp.restore_params(folder, assembly.training.abstract_state).params
+    return {path_of(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
 
 
 @pytest.mark.rest
@@ -156,17 +151,10 @@ def test_prove_runs_what_the_file_trains(folder):
 
 
 def test_rules_and_mesh_shard_the_model():
-    experiment = from_table(
-        {
-            "name": "x",
-            "strategy": "zero1",
-            "mesh": {"replica": 2, "data": 2, "model": 2},
-            "rules": {"*/query/kernel": ["", "", "model"], "embed/*": [["model"]]},
-            "model": {**GPT, "width": 64, "heads": 4},
-            "train": {"steps": 1, "batch_size": 8},
-        }
-    )
-    assembly = Assembly.on_devices(experiment)
+    table = {"name": "x", "strategy": "zero1", "mesh": {"replica": 2, "data": 2, "model": 2}}
+    table["rules"] = {"*/query/kernel": ["", "", "model"], "embed/*": [["model"]]}
+    table |= {"model": {**GPT, "width": 64, "heads": 4}, "train": {"steps": 1, "batch_size": 8}}
+    assembly = Assembly.on_devices(from_table(table))
     specs = {place.path: place for place in assembly.training.plan.placements(assembly.training.abstract_state)}
     query, embed = specs["params/layers/attention/query/kernel"], specs["params/embed/tokens"]
     assert query.compute == jax.sharding.PartitionSpec(None, None, "model")
