@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from own_process import environment
-from own_streams import streams
+from own_process import environment, streams
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, stopped_at, train
 

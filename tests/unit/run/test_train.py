@@ -6,11 +6,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_experiment import points_text, tables, write_points
+from damage import flip
+from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 import jdp
-from jdp.checkpoint import Checkpoints
+from jdp.checkpoint import Checkpoints, check
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.guard.time_account import KINDS
@@ -227,3 +228,29 @@ def test_refuses_to_resume_on_other_data(experiment, capsys):
         changed = {**points, "features": points["features"] + 1}
     np.savez(experiment.parent / "points.npz", **changed)
     assert "was trained on other data" in refused(capsys, "train", experiment, "--run-dir", folder.parent)
+
+
+OFTEN_SAVED = "[train]\nsteps = 6\nbatch_size = 8\nlog_every = 1\neval_every = 2\ncheckpoint_every = 2\n"
+
+
+def losses(folder):
+    return rows(folder, "loss", "grad_norm"), rows(folder, "eval_loss")
+
+
+@pytest.mark.rest
+def test_a_run_resumes_from_the_newest_whole_checkpoint(tmp_path, fresh_notices, capsys):
+    file = write_tiny(tmp_path, OFTEN_SAVED)
+    code, folder = train(file)
+    assert code == 0
+    want = losses(folder)
+    checkpoints = file.parent / "runs" / "tiny" / "checkpoints"
+    flip(max((checkpoints / "6").rglob("*"), key=lambda path: path.stat().st_size), 1000)
+    (checkpoints / "4" / "state" / "manifest.ocdbt").unlink()
+    code, folder = train(file)
+    said = "".join(capsys.readouterr())
+    assert code == 0 and losses(folder) == want
+    assert "checkpoint 4 is damaged (state/manifest.ocdbt is missing) and set aside as damaged-4; 2 is read in" in said
+    assert "checkpoint 6 is damaged (" in said and "resumed after step 2" in said
+    names = sorted(path.name for path in checkpoints.glob("[!.]*"))
+    assert names == ["2", "4", "6", "damaged-4", "damaged-6"]
+    assert [found.status for found in check(folder)] == ["whole"] * 3
