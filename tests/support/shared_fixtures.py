@@ -39,6 +39,14 @@ def notices(caplog):
     return caplog
 
 
+@pytest.fixture(scope="session")
+def mesh():
+    """All eight devices, on the axis `data`."""
+    import jdp
+
+    return jdp.make_mesh(data=8)
+
+
 @pytest.fixture
 def scikit_learn():
     """Import it for the tests that run: collecting them alone would take a second."""

@@ -4,16 +4,9 @@ import jax
 import pytest
 from load import load
 
-import jdp
-
 lesson, toy = load("gradient_accumulation"), load("toy")
 PSI = 64 * 128 + 3 * 128 * 128 + 128 * 16 + 4 * 128 + 16
 D = 4 * PSI * 7 / 8
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return jdp.make_mesh(data=8)
 
 
 @pytest.mark.parametrize(("way", "sent"), [("once", 2 * D), ("each", 4 * 2 * D), ("scattered", 4 * D + D)])

@@ -10,6 +10,7 @@ import time
 
 import jax
 import pytest
+from coordination import Store
 from own_process import python, start_python
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows
@@ -136,25 +137,12 @@ def test_the_stopped_run_equals_the_calm_one(storm):
     assert list(rows(folder / "calm", "eval_loss")) == [6, 12]
 
 
-class Service:
-    """The keys of a coordination service, of which this process is the only client."""
-
-    def __init__(self):
-        self.keys = {}
-
-    def key_value_set(self, key, value):
-        self.keys[key] = value
-
-    def key_value_dir_get(self, prefix):
-        return [(key, text) for key, text in self.keys.items() if key.startswith(f"{prefix}/")]
-
-
 @pytest.mark.parametrize(
     ("other", "stops"), [("7", True), ("-1", False), (None, False)], ids=["later", "first", "gone"]
 )
 def test_processes_stop_at_a_future_poll(monkeypatch, other, stops):
     """The other one has polled more often, is before its first step, or has taken all its steps and does not answer."""
-    service, done = Service(), threading.Event()
+    service, done = Store(), threading.Event()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr("jdp.run.signals.coordination_client", lambda: service)
     agreement = _Agreement()
@@ -162,7 +150,7 @@ def test_processes_stop_at_a_future_poll(monkeypatch, other, stops):
     if other is None:
         threading.Timer(0.2, done.set).start()
     else:
-        service.keys[f"{agreement.store.prefix}/polls/1"] = other
+        service[f"{agreement.store.prefix}/polls/1"] = other
     assert (agreement.agree(lambda: True, done.wait) is None) == (other != "-1")
     assert [agreement.poll() is not None for _ in range(8)] == [stops and polls == 8 for polls in range(1, 9)]
 

@@ -11,8 +11,8 @@ from jdp.data import global_batches, sample_index
 class Counted:
     """Samples that are their own index, and a list of the reads."""
 
-    def __init__(self, samples, *, weights=True):
-        self.samples, self.weights, self.reads = samples, weights, []
+    def __init__(self, samples):
+        self.samples, self.reads = samples, []
 
     def __len__(self):
         return self.samples
@@ -20,8 +20,7 @@ class Counted:
     def __getitem__(self, index):
         assert 0 <= index < self.samples
         self.reads.append(index)
-        sample = {"tokens": np.full(3, index, np.int32)}
-        return sample | {"weights": np.ones(3, np.float32)} if self.weights else sample
+        return {"tokens": np.full(3, index, np.int32), "weights": np.ones(3, np.float32)}
 
 
 def indices(batches):

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from coordination import Store
 
 from jdp.guard import stragglers
 from jdp.guard.stragglers import HostTimes, straggler
@@ -24,17 +25,6 @@ from jdp.guard.stragglers import HostTimes, straggler
 def test_stragglers_above_5_percent_are_named(late, step, process, cost):
     found = straggler(late, step)
     assert (found and found.process, found and pytest.approx(found.cost)) == (process, cost)
-
-
-class Store(dict):
-    """The coordination service's store, in memory: what another process wrote can be put in."""
-
-    def key_value_set(self, key, text, *, allow_overwrite):
-        assert allow_overwrite
-        self[key] = text
-
-    def key_value_dir_get(self, prefix):
-        return [(key, text) for key, text in self.items() if key.startswith(prefix)]
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, train
 
 import jdp
+from jdp.core.step import Step
 from jdp.experiment import assembly as assemblies
-from jdp.experiment.assembly import Assembly, Training
+from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.guard.diagnosis import diagnose
 from jdp.launch.events import history, read
@@ -94,39 +95,20 @@ def test_an_inspection_changes_nothing(file, monkeypatch):
     assert_equal_bits(final(file, first), final(file, second))
 
 
-@dataclasses.dataclass
-class Wrapped:
-    """A training step that calls something else first."""
+def corrupt(monkeypatch, at, *, leaf="bias"):
+    """Flip a bit in device 5's copy of a small leaf, which zero1 replicates, after step `at`."""
+    real = Step.__call__
 
-    real: object
-    call: object
+    def step(self, state, batch):
+        result = real(self, state, batch)
+        if not self.settings.train or int(result[0].consumed) != at:
+            return result
+        state, values = result
+        path = next(path for path, _ in jax.tree.leaves_with_path(state.params) if leaf in jax.tree_util.keystr(path))
+        flip = lambda p, x: flipped(x, jax.devices()[5], bit=9) if p == path else x  # noqa: E731
+        return dataclasses.replace(state, params=jax.tree.map_with_path(flip, state.params)), values
 
-    def __call__(self, state, batch):
-        return self.call(state, batch)
-
-    def __getattr__(self, name):
-        return getattr(self.real, name)
-
-
-def corrupt(monkeypatch, at, *, leaf="bias", device=5):
-    """Flip a bit in a device's copy of a small leaf, which zero1 replicates, after step `at`."""
-    step = Training.step.func
-
-    def wrong(self):
-        real = step(self)
-
-        def call(state, batch):
-            state, values = real(state, batch)
-            if int(state.consumed) == at:
-                paths = jax.tree.leaves_with_path(state.params)
-                path = next(path for path, x in paths if leaf in jax.tree_util.keystr(path))
-                flip = lambda p, x: flipped(x, jax.devices()[device], bit=9) if p == path else x  # noqa: E731
-                state = dataclasses.replace(state, params=jax.tree.map_with_path(flip, state.params))
-            return state, values
-
-        return Wrapped(real, call)
-
-    monkeypatch.setattr(Training, "step", property(lambda self: self.__dict__.setdefault("wrong", wrong(self))))
+    monkeypatch.setattr(Step, "__call__", step)
 
 
 def test_a_differing_device_ends_the_run_unsaved(file, monkeypatch, capsys):

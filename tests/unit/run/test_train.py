@@ -32,12 +32,6 @@ model = {name = "gpt-nano", layers = 1, width = 32, heads = 2, kv_heads = 1, con
 data = {source = "text.txt", heldout_fraction = 0.1}
 train = {steps = 8, batch_size = 16, accumulate = 2}
 """
-MLP_EXPERIMENT = """
-name = "tiny"
-model = {name = "mlp"}
-data = {source = "stdlib"}
-train = {steps = 8, batch_size = 16}
-"""
 
 
 @pytest.fixture
@@ -182,7 +176,6 @@ REFUSED = {
     "short text": (["--data.source", "short.txt"], "17"),
     "weights without ids": (["--data.weights", "loss_mask"], 'set ids = "input_ids"'),
     "vocabulary": (["--model.vocab_size", "100"], "model.vocab_size must be at least 256"),
-    "model": ([], "data.source must fit model.name = 'mlp'; given 'stdlib', and an MLP learns vectors"),
     "rule that matches nothing": (
         ["--mesh.data", "4", "--mesh.model", "2", "--rules.*/quary", '["", "model"]'],
         "[rules]: Every rule must match a parameter; '*/quary' matches none of ",
@@ -199,7 +192,7 @@ def test_bad_input_gets_one_error_and_no_folder(tmp_path, capsys, monkeypatch, c
     for name, text in {"text": "data parallel training " * 500, "short": "shorter"}.items():
         Path(f"{name}.txt").write_text(text)
     experiment = tmp_path / "tiny.toml"
-    experiment.write_text(MLP_EXPERIMENT if case == "model" else GPT_EXPERIMENT)
+    experiment.write_text(GPT_EXPERIMENT)
     assert said in refused(capsys, "train", experiment, "--run-dir", "made", *arguments)
     assert not Path("made").exists()
 
