@@ -1,4 +1,6 @@
-"""The command line: complete help, one clear error and exit 2 for a user's mistake, JSON alone on stdout."""
+"""The command line: complete help, one clear error and exit 2 for a user's mistake, JSON alone on stdout; an address is
+refused in words wherever a path enters.
+"""
 
 import importlib
 import inspect
@@ -15,16 +17,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_experiment import SMALL
+from tiny_experiment import SMALL, points_text, write_points
 
 import jdp
 from jdp.base import machine
 from jdp.cli import main as cli
 from jdp.cli.help import USUAL_KEYS
+from jdp.cli.main import main
 from jdp.cli.options import UsageError, split_overrides, write_file
 from jdp.core.cluster.initialize import is_lost_peer
 from jdp.core.cluster.schedulers import find_cluster
 from jdp.experiment.file import describe
+from jdp.export import export_safetensors, gpt_config_from_hf, import_safetensors
 
 
 @pytest.fixture
@@ -284,3 +288,53 @@ def test_a_lost_peer_differs_from_own_faults(monkeypatch):
     assert not is_lost_peer(barrier), "not of the coordination service"
     barrier.__cause__ = jax.errors.JaxRuntimeError("INTERNAL: …")
     assert is_lost_peer(barrier), "as Orbax tells it"
+
+
+WORDS = r"must be on a disk of this machine, given .*(gs|s3):.*: mount it .*outside\.md.*train\.mirror"
+ADDRESSED = {
+    "runs": ["train", "FILE", "--run-dir", "s3://bucket/runs"],
+    "data": ["train", "FILE", "--data.source", "gs://bucket/points.npz"],
+    "an experiment": ["train", "s3://bucket/points.toml"],
+    "a plan's page": ["plan", "FILE", "--target", "cpu:2", "--html", "gs://bucket/plan.html"],
+    "a target": ["plan", "FILE", "--target", "s3://bucket/mine.toml:1x8"],
+    "a report": ["report", "runs/points", "-o", "s3://bucket/report.html"],
+    "logs": ["launch", "-n", "2", "--log-dir", "s3://bucket/logs", "--", "FILE"],
+    "a doctor's folder": ["doctor", "--run-dir", "s3://bucket/runs"],
+}
+
+
+@pytest.fixture
+def points(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_points(tmp_path, points_text("[train]\nsteps = 1\nbatch_size = 8\n"))
+    before = sorted(tmp_path.iterdir())
+    yield path
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("what", ADDRESSED)
+def test_a_command_refuses_it(points, capsys, what):
+    arguments = [str(points) if word == "FILE" else word for word in ADDRESSED[what]]
+    try:
+        code = main(arguments)
+    except SystemExit as exiting:
+        code = exiting.code
+    error = " ".join(capsys.readouterr().err.split())
+    assert code == 2 and "Traceback" not in error and ("s3:" in error or "gs:" in error), (code, error)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("address", ["gs://bucket/x", "s3://bucket/x"])
+def test_a_function_for_disks_refuses_it(points, address, kind):
+    for use in (jdp.save, jdp.restore, export_safetensors, import_safetensors):
+        with pytest.raises(ValueError, match=WORDS):
+            use(kind(address), {"w": jax.numpy.ones(2)})
+    for use in (jdp.Checkpoints, gpt_config_from_hf, jdp.keep_programs):
+        with pytest.raises(ValueError, match=WORDS):
+            use(kind(address))
+
+
+def test_the_cache_is_on_a_disk(points, monkeypatch):
+    monkeypatch.setenv("JDP_CACHE_DIR", "s3://bucket/cache")
+    with pytest.raises(ValueError, match=WORDS):
+        jdp.keep_programs()

@@ -88,10 +88,7 @@ WRONG_FILES = [
     (in_data('source = "a"\nmixture = {a = {source = "b"}}'), "data.source and [data.mixture.NAME] exclude each other"),
     (pictures("resnet-18", 'source = "stdlib"'), "'stdlib', and a ResNet or ViT learns images: write source"),
     (SMALL.replace("length = 32", 'source = "digits"'), "given 'digits', and a GPT learns text: write"),
-    (
-        pictures("mlp", 'source = "stdlib"'),
-        "data.source must fit model.name = 'mlp'; given 'stdlib', and an MLP learns",
-    ),
+    (pictures("mlp", 'source = "stdlib"'), "data.source must fit model.name = 'mlp'; given 'stdlib', and an MLP"),
     (SMALL + '[eval.a]\nsource = "digits"', "eval.a.source must fit model.name = 'gpt-nano'; given 'digits', and a "),
     (
         SMALL + 'eval_metrics = "bits_per_byte"\n[eval.a]\nsource = "a.npz"',
