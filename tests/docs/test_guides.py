@@ -326,18 +326,15 @@ def test_every_loop_has_a_row():
 
 
 PAGE = """# A page
-
 One [link](a.md) and `code`.
 
 <!-- setup: one, two -->
 ```python
 x = 1
 ```
-
 ```text
 never
 ```
-
 | message | fix |
 |---|---|
 | `a … b` | that |
@@ -346,7 +343,7 @@ never
 
 def test_this_file_reads_a_page():
     python, text = blocks(PAGE)
-    assert (python.setup, python.text, python.line, python.follows) == (("one", "two"), "x = 1\n", 7, False)
+    assert (python.setup, python.text, python.line, python.follows) == (("one", "two"), "x = 1\n", 6, False)
     assert (text.language, text.follows) == ("text", True)
     assert prose(PAGE).split() == ["#", "A", "page", "One", "link", "and", "`code`."]
     assert rows(PAGE) == [["message", "fix"], ["---", "---"], ["`a … b`", "that"]]
@@ -354,7 +351,6 @@ def test_this_file_reads_a_page():
     assert anchors(PAGE) == {"a-page"}
     assert long_sentences(f"- {'word ' * 31}end.\n- short\n") != []
     assert words_outside_of_code("It mends `guests` of gangs.") == ["gangs", "mends"]
-    assert blocks(PAGE.replace("```text", "A word.\n\n```text"))[1].follows is False
 
 
 WRONG = ["jdp trian FILE", "jdp train FILE --train.stepps 3", "jdp plan FILE --target h100:8x8 --nosuch"]

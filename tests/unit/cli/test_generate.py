@@ -72,7 +72,7 @@ def test_greedy_text_is_the_argmax_of_forward_passes(trained, capsys):
 def test_the_text_is_that_of_the_runs_sample(trained, capsys):
     _, folder, printed = trained
     sample = printed.partition("sample:\n")[2].partition("\nexported")[0]
-    assert sample.startswith("de")
+    assert sample.startswith("de") and [path.name for path in (folder / "samples").iterdir()] == ["4.jsonl"]
     assert written(capsys, folder, "--prompt", "de", "--length", 6) == f"{sample}\n"
 
 
@@ -214,14 +214,6 @@ def test_a_model_without_an_export_is_refused(key, tmp_path):
     load(file, {"model.lora_rank": "2"})  # its updates are added
     with pytest.raises(ExperimentError, match="models that transformers has: remove the key"):
         check_export(tmp_path, load(file, key).model.config)
-
-
-def test_only_a_gpt_is_exported(tmp_path):
-    file = write_points(tmp_path, points_text(tables(train={"steps": 1, "batch_size": 8, "export": "hf"})))
-    with pytest.raises(ExperimentError, match=r"train\.export is for a GPT; given \"hf\": remove it"):
-        load(file)
-    with pytest.raises(ExperimentError, match=r"train\.export_dtype is for train\.export; given \"bf16\""):
-        load(file, {"train.export": "none", "train.export_dtype": "bf16"})
 
 
 def test_the_byte_tokenizer_equals_its_file(tmp_path):

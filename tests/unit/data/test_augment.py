@@ -7,7 +7,6 @@ from itertools import islice
 import numpy as np
 import pytest
 from picture_files import folder_of, write_pictures
-from tiny_runs import refused
 
 from jdp.data import augmented, global_batches, image_data, mixture
 from jdp.experiment.data import open_data, open_eval_sets
@@ -153,18 +152,3 @@ REFUSED = {
 def test_what_cannot_be_augmented_is_refused(samples, options, expected):
     with pytest.raises(ValueError, match=expected):
         augmented(samples(), **options)
-
-
-KEYS = {
-    "word": ("vit-digits", "flip", "data.augment must be one of crop, resized_crop"),
-    "features": ("mlp", "crop", "data.augment is for images, and model.name = 'mlp' learns features"),
-}
-
-
-@pytest.mark.parametrize(("model", "augment", "expected"), KEYS.values(), ids=KEYS)
-def test_a_wrong_key_is_one_error(tmp_path, capsys, model, augment, expected):
-    (tmp_path / "a.toml").write_text(
-        f'name = "a"\nmodel.name = "{model}"\ntrain = {{steps = 1, batch_size = 8}}\n'
-        f'data = {{source = "digits", augment = "{augment}"}}'
-    )
-    assert expected in refused(capsys, "train", tmp_path / "a.toml", "--run-dir", tmp_path)

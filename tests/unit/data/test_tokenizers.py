@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from guide_folders import trained_tokenizer
 
 from jdp.data import mixture, open_tokenizer, text_data
 
@@ -15,13 +16,7 @@ END = "<|endoftext|>"
 @pytest.fixture(scope="module")
 def trained():
     """A byte-level BPE of 300 tokens, the last of which closes a document."""
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=299, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(TEXTS, trainer)
-    bpe.add_special_tokens([END])
+    bpe = trained_tokenizer([END], TEXTS)
     assert bpe.token_to_id(END) == 299
     return bpe
 

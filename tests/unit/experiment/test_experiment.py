@@ -122,6 +122,10 @@ WRONG_FILES = [
         "train.eval_metrics has \"perplexity\", which is for text, and model.name = 'mlp' learns features: remove it",
     ),
     (SMALL + '[loss]\nmetrics = ["margin"]', "loss.metrics is for loss.make; given"),
+    (pictures("mlp", 'source = "digits"') + 'export = "hf"', 'train.export is for a GPT; given "hf": remove it'),
+    (SMALL + 'export_dtype = "bf16"', 'train.export_dtype is for train.export; given "bf16"'),
+    (pictures("vit-digits", 'source = "digits"\naugment = "flip"'), "data.augment must be one of crop, resized_crop"),
+    (pictures("mlp", 'source = "digits"\naugment = "crop"'), "data.augment is for images, and model.name = 'mlp' le"),
     (SMALL + "[optimizer]\nfinal_lr_fraction = 0.1", "is for the schedules cosine and linear; given 0.1"),
     (SMALL + "x = = 3", "is not valid TOML: Invalid value (at line 10, column 5)"),
 ]

@@ -232,6 +232,7 @@ def test_what_else_spoke_in_the_log_is_repeated(tmp_path):
 def test_no_log_of_a_process(tmp_path):
     found = asked(tmp_path, supervisor=[ended(1000.0, 1, lost_peer=False)])
     assert found.state == "unknown" and "has no log of a process" in found.words[0]
+    assert "has no log of a process" in diagnose(tmp_path / "nothing").words[0]
     assert found.words[1] == "jdp launch: process 1 of 2 ended with signal 11 (SIGSEGV)."
 
 
@@ -268,11 +269,6 @@ def test_what_broke_leads_to_the_page_of_errors(run, capsys):
     assert main(["why", str(run)]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert Path(last.rpartition(": ")[2]).read_text(encoding="utf-8").startswith("# Errors by their text")
-
-
-def test_a_run_without_a_log(run, capsys):
-    assert main(["why", str(run)]) == 0
-    assert "has no log of a process" in capsys.readouterr().out
 
 
 def test_a_run_that_failed_before_it_began(run, capsys):
