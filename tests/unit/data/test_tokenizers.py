@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from corpora import word_tokenizer
 from guide_folders import trained_tokenizer
 
 from jdp.data import mixture, open_tokenizer, text_data
@@ -157,11 +158,10 @@ def test_a_file_that_is_no_tokenizer(tmp_path, texts):
 
 
 def test_a_tokenizer_that_closes_nothing(tmp_path, file):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    words.save(str(tmp_path / "words.json"))
+    words = word_tokenizer(tmp_path / "words.json", "a", "b")
     said = r"closes documents; given .*words.json: none of <\|endoftext\|>, .* is in its"
     with pytest.raises(ValueError, match=said):
-        open_tokenizer(str(tmp_path / "words.json"))
+        open_tokenizer(words)
     (file.parent / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     with pytest.raises(ValueError, match=r"tokenizer_config.json names <end>, which is not in its vocabulary"):
         open_tokenizer(str(file))

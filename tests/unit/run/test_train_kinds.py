@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from corpora import word_tokenizer
 from tiny_experiment import entries
 from tiny_runs import refused
 
@@ -25,16 +26,12 @@ VIT = {"name": "vit-digits", "layers": 1, "width": 8, "heads": 2}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Text, rows of text, a tokenizer, tokens and points in files."""
-    tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("kinds")
     words = np.random.default_rng(0).choice(["on", "every", "device", "mesh"], (40, 30))
     lines = [" ".join(line) for line in words]
     (folder / "a.txt").write_text("\n".join(lines))
     (folder / "b.jsonl").write_text("\n".join(json.dumps({"body": line}) for line in lines[::-1]))
-    vocabulary = {"?": 0, "on": 1, "every": 2, "device": 3, "mesh": 4, "<|endoftext|>": 5}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    word_tokenizer(folder / "tokenizer.json", "?", "on", "every", "device", "mesh", "<|endoftext|>")
     tokens = np.random.default_rng(0).integers(0, 250, (30, 9))
     np.savez(folder / "tokens.npz", tokens=tokens)
     np.savez(folder / "line.npz", tokens=tokens.ravel())
