@@ -1,16 +1,16 @@
-"""Pictures that are made here: the README's, and photographs of a toy, to try recipes for image folders on.
+"""Make the README's picture, or pictures of a toy data set for trying recipes on folders of images.
 
     python experiments/pictures.py [FOLDER]
     python experiments/pictures.py --textures FOLDER
 
-The first draws memory by strategy, from what `jdp plan` reads off compiled programs. It needs `pip install '.[aot]'`,
-no GPU, and some 60 s of processor time. FOLDER: where the SVG goes, `.github/pictures` unless given. The file follows
-the reader's setting, light or dark.
+The first draws memory by strategy, from the programs that `jdp plan` compiles. It needs `pip install '.[aot]'`, no GPU,
+and some 60 s of processor time. FOLDER: the SVG's folder, by default `.github/pictures`. The file follows the reader's
+setting, light or dark.
 
-The second writes FOLDER/train and FOLDER/val, each with a folder for each of four classes of JPEG files: stripes that
-lie or stand, a chessboard, noise; of random colours, sizes and periods. Train as ImageNet:
+The second writes FOLDER/train and FOLDER/val, each with a folder for each of four classes of JPEG files: horizontal
+stripes, vertical stripes, a chessboard, noise; with random colours, sizes and periods. Train on them as on ImageNet:
 
-    jdp train experiments/imagenet_vit.toml --data.source hf:imagefolder:FOLDER:train \\
+    jdp train experiments/imagenet_vit.toml --data.source hf:imagefolder:FOLDER:train \
         --data.heldout hf:imagefolder:FOLDER:validation --model.classes 4
 """
 
@@ -40,7 +40,7 @@ def main(folder: Path = ROOT / ".github" / "pictures") -> None:
 
 
 def planned() -> list[dict[str, Any]]:
-    """Run `jdp plan`: a candidate for each strategy."""
+    """Run `jdp plan`; return a candidate for each strategy."""
     command = [sys.executable, "-m", "jdp", "plan", EXPERIMENT, "--target", TARGET, "--json"]
     printed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     candidates = {entry["strategy"]: entry for entry in json.loads(printed)["strategies"]}
@@ -48,7 +48,7 @@ def planned() -> list[dict[str, Any]]:
 
 
 def memory(candidates: list[dict[str, Any]], path: Path) -> None:
-    """Draw the memory of a device at its peak, by class, beside what the device has."""
+    """Draw the peak memory of a device by class, beside the device's memory."""
     figure, (axes,) = chart(height=2.9, width=8.5)
     for row, candidate in enumerate(candidates):
         left = 0.0
@@ -67,13 +67,13 @@ def memory(candidates: list[dict[str, Any]], path: Path) -> None:
 
 
 def described(candidates: list[dict[str, Any]]) -> str:
-    """Return what the picture shows, for those who do not see it."""
+    """Return the picture in words, for people who cannot see it."""
     sizes = ", ".join(f"{entry['strategy']} {entry['bytes_per_device'] / 2**30:.0f} GiB" for entry in candidates)
     return f"Memory of each of 64 H100s while Llama 3 8B trains: {sizes}. A GPU has 77 GiB."
 
 
 def textures(folder: Path, train: int = 400, val: int = 100, side: int = 48) -> None:
-    """Write pictures of four classes, this many of them in all."""
+    """Write this number of pictures, of four classes together."""
     from PIL import Image
 
     random = np.random.default_rng(0)

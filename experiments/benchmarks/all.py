@@ -1,12 +1,12 @@
-"""All benchmarks, one after another; and the table of this folder's README, which is made from what they found.
+"""Run all benchmarks, one after another, and make the table in this folder's README from their results.
 
     python experiments/benchmarks/all.py [--only step_time,traffic] [--timeout 3600] [--readme]
 
-Each runs in a process of its own with `--json`. Its line of the table, with the machine and versions, replaces the line
-of the same program and arguments in `results.json`, beside this file; lines measured on a GPU and on none stand side by
-side. A benchmark that fails, or takes longer than the timeout, is named, leaves its line as it was, and makes the exit
-code 1. `peers.py` compares with PyTorch where TORCH_PYTHON names a Python that has it; `gpu.py` has no line without a
-GPU. `--readme` measures nothing: it writes the table from `results.json` into README.md, between two marks.
+Each benchmark runs in its own process with `--json`. Its row of the table, with the machine and versions, replaces the
+row of the same program and arguments in `results.json`, beside this file; rows with and without a GPU are both kept. If
+a benchmark fails or times out, its name is printed, its old row stays, and the exit code is 1. `peers.py` compares with
+PyTorch if TORCH_PYTHON names a Python that has it; `gpu.py` has no row without a GPU. `--readme` measures nothing: it
+writes the table from `results.json` into README.md, between two marks.
 """
 
 import argparse
@@ -42,7 +42,7 @@ gpu
 
 
 def run(words: tuple[str, ...], timeout: float) -> dict[str, Any] | str:
-    """Run one benchmark; return its entry of `results.json`, or why it has none."""
+    """Run one benchmark; return its entry for `results.json`, or why there is none."""
     begun = time.monotonic()
     command = [sys.executable, str(HERE / f"{words[0]}.py"), "--json", *words[1:]]
     try:
@@ -57,9 +57,9 @@ def run(words: tuple[str, ...], timeout: float) -> dict[str, Any] | str:
 
 
 def keep(entry: dict[str, Any]) -> None:
-    """Put an entry into `results.json`, in the place of one of the same run on a machine of the same kind.
+    """Put an entry into `results.json`, replacing the entry of the same run on the same kind of machine.
 
-    Entries of runs that `RUNS` has no longer are dropped.
+    Entries of runs that are no longer in `RUNS` are dropped.
     """
     order = [" ".join(words) for words in RUNS]
     kept = [one for one in json.loads(RESULTS.read_text(encoding="utf-8")) if " ".join(one["run"]) in order]
@@ -77,7 +77,7 @@ def table(entries: list[dict[str, Any]]) -> str:
     lines = ["| program | measures | result | promised | measured on |", "|---|---|---|---|---|"]
     for one in entries:
         machine = one["machine"]
-        load = f"load {machine['load']:.0f}, " if "load" in machine else ""  # of what was entered from LOG.md, none
+        load = f"load {machine['load']:.0f}, " if "load" in machine else ""  # results from LOG.md have no load
         on = f"{machine['gpu']}, " if "gpu" in machine else f"{machine['cores']} cores, {load}"
         on += f"jax {machine['jax']}, {one['date']}"
         lines.append(f"| `{one['run'][0]}.py` | {one['measures']} | {one['result']} | {one['promised']} | {on} |")
@@ -96,9 +96,9 @@ def with_table(readme: str, made: str) -> str:
 def main() -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     options = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    options.add_argument("--only", metavar="NAME,…", help="these programs")
-    options.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="of each")
-    options.add_argument("--readme", action="store_true", help="write README.md's table, and nothing else")
+    options.add_argument("--only", metavar="NAME,…", help="run only these programs")
+    options.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="time limit of each program")
+    options.add_argument("--readme", action="store_true", help="only write README.md's table")
     given = options.parse_args()
     if given.readme:
         made = table(json.loads(RESULTS.read_text(encoding="utf-8")))

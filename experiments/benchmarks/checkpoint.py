@@ -1,30 +1,30 @@
-"""What a checkpoint costs: the loop, in a step of the quickstart's size; and a large state, in GiB/s.
+"""Measure the cost of a checkpoint: the loop's time, in steps of the quickstart's size; and GiB/s for a large state.
 
     python experiments/benchmarks/checkpoint.py [--gib 1] [--saves 8] [--folder /dev/shm] [--json]
 
-Stall: gpt-nano (0.8 M parameters, adamw, zero1 on four virtual CPU devices, 16 x 128 tokens) trains; after every fourth
-step a checkpoint is saved. `save` is what the call takes on the thread of the loop; the rest is in the background.
+Stall: gpt-nano (0.8 M parameters, adamw, zero1 on four virtual CPU devices, 16 x 128 tokens) trains, and saves a
+checkpoint after every fourth step. `save` is the time of the call on the loop's thread; the rest is in the background.
 Throughput: a state of float32 arrays of 16 MiB with random values, on one device, in a folder in memory, so no disk is
-measured. Saving is until it is committed, checksums included; restoring includes the check of every file; `check` is
-that alone; `copy` is what `save_in_memory` takes of the loop. What touches fresh memory is left out: of each the first,
-of copies the first two.
+measured. Saving ends with the commit, checksums included. Restoring includes the check of every file; `check` is that
+check alone; `copy` is the loop's time for `save_in_memory`. The first round of each, and the first two copies, are not
+counted, because they touch fresh memory.
 
 Promised: the call takes less than 5% of a step; saving and restoring at least 1 GiB/s; checking 1 GiB/s a core.
 
 Measured 2026-11 on 2 x86 cores shared with other programs (load 12), jax 0.10.2 on Python 3.11.7: a call took 6.9 ms of
 the loop's processor time, 49 ms by the clock, in steps of 1,652 ms: 3.0%. With `--gib 0.25`: saving 0.44 to 0.8 GiB a
 processor second, restoring 0.3 to 0.8, checking 3 to 4 (fresh memory costs this machine 2.7 s a GiB). Two idle cores of
-another machine (jax 0.11.2), the same options without checksums: 1.7 to 2.1 GiB/s saved and 1.2 to 1.45 restored, where
-the zstandard of before gave 0.2 to 0.7 and 0.5 to 0.7; and a call of `save` took 35 to 65 ms in steps of 220 ms when
-Orbax was called by the loop's thread: 16 to 30%.
+another machine (jax 0.11.2), the same options without checksums: 1.7 to 2.1 GiB/s saved and 1.2 to 1.45 restored;
+earlier, with zstandard, 0.2 to 0.7 and 0.5 to 0.7. When the loop's thread called Orbax, a call of `save` took 35 to 65
+ms in steps of 220 ms: 16 to 30%.
 
 Sixteen idle cores (jax 0.11.2, Python 3.12.3, 1 GiB, checksums included): 1.00 GiB/s saved, 1.44 restored, 5.3 checked;
 with six of the cores in use 0.86 to 0.94, 1.21 to 1.31 and 4.7. A call took 6.9 to 7.6 ms, 5.8 of them processor time,
-of steps of 69 to 84 ms: 8 to 11%, more than promised, since the step is shorter there and the call is not.
+of steps of 69 to 84 ms: 8 to 11%, more than promised, because the step is shorter there, but not the call.
 
-2026-11-23, 2 cores of a virtual machine (load 13 to 19, jax 0.10.2), restoring alone by Orbax, 1 GiB again and again:
-0.77 to 1.70 GiB a processor second. Memory that the machine has to take from its host costs 2.4 s a GiB: in a fresh
-process 0.3 to 0.4.
+2026-11-23, 2 cores of a virtual machine (load 13 to 19, jax 0.10.2), repeated restores of 1 GiB by Orbax alone: 0.77 to
+1.70 GiB a processor second. Memory that the virtual machine takes from its host costs 2.4 s a GiB, so a fresh process
+has 0.3 to 0.4.
 
 2026-11-25, the same machine (load 6), 0.5 GiB on four devices under `zero1`: a copy takes 70 to 85 ms of the loop, 6 to
 7 GiB/s, from the third on, and 0.12 s of processor time with its checksums.
@@ -56,7 +56,7 @@ from jdp.models import GPT, GPTConfig, next_token_loss
 
 STALL_GOAL, SPEED_GOAL = 0.05, 1.0
 GPT_NANO = GPTConfig(vocab_size=256, context=256, layers=4, width=128, heads=4, kv_heads=2, tied=True)
-SIDE = 2048  # of a square array of 16 MiB
+SIDE = 2048  # rows and columns of an array of 16 MiB
 
 
 def loss_fn(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None) -> jdp.Loss:
@@ -64,7 +64,7 @@ def loss_fn(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None) -> j
 
 
 def stall(folder: Path, saves: int) -> dict[str, float]:
-    """Median milliseconds of a step and of a call of `save`: by the clock, and processor time of the loop's thread."""
+    """Return median milliseconds of a step and of a call of `save`, and the call's processor time in its thread."""
     plan = jdp.Plan(jdp.make_mesh(data=-1), "zero1")
     seed = jax.random.key(0)
     state = jdp.init_state(lambda rng: GPT(GPT_NANO, rngs=nnx.Rngs(rng)), optax.adamw(1e-3), plan, rng=seed)
@@ -77,7 +77,7 @@ def stall(folder: Path, saves: int) -> dict[str, float]:
             begin = time.perf_counter()
             state, metrics = step(state, batch)
             jax.block_until_ready(metrics)
-            if i % 4 == 2:  # not just after a save, whose background is then over
+            if i % 4 == 2:  # the background work of the last save has ended
                 steps.append(time.perf_counter() - begin)
             if i % 4 == 3:
                 begin, thread = time.perf_counter(), time.thread_time()
@@ -90,7 +90,7 @@ def stall(folder: Path, saves: int) -> dict[str, float]:
 
 
 def throughput(folder: Path, gib: float, rounds: int) -> dict[str, dict[str, float]]:
-    """GiB a second, by the clock and of processor time: medians of all rounds but the first."""
+    """Return GiB a second of wall time and of processor time: medians of all rounds but the first."""
     count = max(1, round(gib * 2**30 / SIDE / SIDE / 4))
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
 

@@ -1,11 +1,11 @@
-"""A GPT in PyTorch as its community writes it (nanoGPT's form): what `gpu.py` compares jdp's with.
+"""A GPT in PyTorch as its community writes it (nanoGPT's form), with which `gpu.py` compares jdp's.
 
     python experiments/benchmarks/gpt_torch.py [--size gpt2-124m|gpt-1.3b|tiny] [--rows 8] [--eager] [--json]
 
-`torch.compile`, `scaled_dot_product_attention`, bf16 by autocast, fused AdamW, gradients clipped at 1; 50,304 words. On
-the first GPU, or without one on CPU. The median of five rounds of steps, after one that compiles. FLOPs as nanoGPT
-counts them: 6 a parameter and token, and 12 · layers · width · length a token for attention (Chowdhery et al. 2022,
-appendix B).
+It uses `torch.compile`, `scaled_dot_product_attention`, bf16 by autocast, fused AdamW, gradients clipped at 1, and a
+vocabulary of 50,304. It runs on the first GPU, else on the CPU, and reports the median of five rounds of steps, after a
+round that compiles. FLOPs are counted as in nanoGPT: 6 per parameter and token, and 12 · layers · width · length per
+token for attention (Chowdhery et al. 2022, appendix B).
 
 Measured on one H200 and one H100: `gpu.py` has the table. Eager on the H100 (PyTorch 2.11.0, 2026-11-22): 29.4 ms, 279k
 tokens/s, MFU 24 %, 8.1 GiB.
@@ -25,7 +25,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Size:
-    """Layers, width, heads, tokens a row, words, and steps a round."""
+    """Layers, width, heads, tokens per row, vocabulary, and steps per round."""
 
     layers: int
     width: int
@@ -78,7 +78,7 @@ class GPT(nn.Module):
 
 
 def measure(size: Size, rows: int, *, compiled: bool) -> dict[str, Any]:
-    """Return the median step and what follows from it."""
+    """Return the median step time, and the speed, FLOPs and memory of a step."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -117,7 +117,7 @@ def measure(size: Size, rows: int, *, compiled: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="gpt2-124m")
-    parser.add_argument("--rows", type=int, default=8, help="sequences in a step")
+    parser.add_argument("--rows", type=int, default=8, help="sequences per step")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -1,41 +1,42 @@
-"""GPT-2 124M and a GPT of 1.3 B parameters on one GPU, beside the same in PyTorch, and against what jdp predicts.
+"""Time GPT-2 124M and a GPT of 1.3 B parameters on one GPU, and compare with PyTorch and with jdp's predictions.
 
     python experiments/benchmarks/gpu.py [--sizes gpt2-124m,gpt-1.3b] [--rows 8,4] [--forms jdp,…] [--turns 2] [--json]
 
-jdp as it comes, scanned, with remat "dots", and PyTorch (`gpt_torch.py`: compiled, fused attention, fused AdamW) take
-turns, each in a process of its own that has the GPU to itself; a number is the median of the turns. All train on one
-batch again and again, in bf16 with fp32 weights, 50,304 words, gradients clipped. MFU counts 6 FLOPs a parameter and
-token, and 12 · layers · width · length a token for attention (Chowdhery et al. 2022, appendix B), over the data sheet's
-peak. Time is compared with `jdp plan`'s timeline of the very program that ran, memory with the most that the device's
-pool held. `rates` are matrix products and copies as XLA runs them here, for fitting the time model.
+The contenders are jdp with its defaults, with scanned layers, with remat "dots", and PyTorch (`gpt_torch.py`: compiled,
+fused attention, fused AdamW). They take turns, each in its own process, which has the GPU to itself; a number is the
+median of the turns. All train on one repeated batch, in bf16 with fp32 weights, a vocabulary of 50,304, and clipped
+gradients. MFU counts 6 FLOPs per parameter and token, and 12 · layers · width · length per token for attention
+(Chowdhery et al. 2022, appendix B), over the data sheet's peak. The time is compared with `jdp plan`'s timeline of the
+program that ran, the memory with the peak of the device's pool. `rates` are those of XLA's matrix products and copies
+here, for fitting the time model.
 
-Needs jax, flax, optax and orbax; without PyTorch its side is left out, and said. Without a GPU it tries itself: tiny
-sizes on one CPU device, whose numbers mean nothing.
+It needs jax, flax, optax and orbax; PyTorch is optional. Without a GPU it only tests itself, with tiny sizes on one CPU
+device, whose numbers mean nothing.
 
 Measured 2026-11-27 on one H200 (driver 580.159.04, 16 cores, Python 3.12.3, jax 0.11.2, flax 0.12.10, PyTorch 2.11.0,
-CUDA 13.0), one process each; ms a step, MFU, GiB, and what `jdp plan` foresees of that program:
+CUDA 13.0), one process each: ms per step, MFU, GiB, and `jdp plan`'s prediction for the program:
 
                                PyTorch compiled     jdp                    remat "dots"
     gpt2-124m, 8 x 1024        18.7  38.1 %   5.1   20.0  35.6 %   4.9     20.0  35.5 %   4.0
-        foreseen                                    20.5           4.6     20.4           3.8
+        predicted                                   20.5           4.6     20.4           3.8
     gpt2-124m, 32 x 1024       64.1  44.4 %  15.1                          68.5  41.6 %   8.4
-        foreseen                                                           70.1           8.1
+        predicted                                                          70.1           8.1
         an hour before         63.5  44.8 %  15.1   74.6  38.2 %  14.7     74.9  38.0 %   8.5
     gpt-1.3b, 4 x 2048                              146.5 51.4 %  33.5     145.6 51.8 %  26.0
-        foreseen                                    165.8         33.3     163.7         25.7
+        predicted                                   165.8         33.3     163.7         25.7
 
-The row of an hour before, and that of 8 sequences, have the loss and the positions that copied and transposed more.
-PyTorch's 1.3 B did not compile within 90 s there. On one H100 (2026-11-26) the three took 1.02, 1.20 and 0.97 of
-compiled PyTorch's time. What the kernels took is in `kernels/`, each a JSON object of `kernels`, rows of [HLO
-instruction, kernel, launches a step, microseconds a step], and `text`, the program. Of GPT-2's 65.1 ms products take
-32.8 where 43.4 are foreseen, attention 8.9 (8.7), the rest 23.5 (18.0); of 1.3 B's 143.2 they take 85.3 (113.9), 15.8
-(15.7) and 42.4 (34.5). So short a run is not slowed by the power limit, which the foreseen rate of products is fitted
-to.
+The rows "an hour before" and of 8 sequences were measured with an older loss and older positions, which copied and
+transposed more. PyTorch's 1.3 B did not compile within 90 s there. On one H100 (2026-11-26) the three took 1.02, 1.20
+and 0.97 of compiled PyTorch's time. The times of the kernels are in `kernels/`, each file a JSON object of `kernels`,
+rows of [HLO instruction, kernel, launches a step, microseconds a step], and `text`, the program. In milliseconds, with
+the predictions in brackets: GPT-2's 65.1 are 32.8 (43.4) of products, 8.9 (8.7) of attention and 23.5 (18.0) of the
+rest; 1.3 B's 143.2 are 85.3 (113.9), 15.8 (15.7) and 42.4 (34.5). The predicted rate of products is fitted to GPUs at
+their power limit, which so short a run does not reach.
 """
 
 import os
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers' memory is not this process' to take
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # this process must leave the memory to the workers
 
 import argparse
 import json
@@ -71,7 +72,7 @@ PRODUCTS = ((8192, 768, 2304), (8192, 768, 3072), (8192, 2048, 8192), (8192, 503
 
 
 def configuration(size: str) -> GPTConfig:
-    """The model of this size; its parameters are counted like `gpt_torch.py`'s, whose sizes they are."""
+    """Return the model of a size of `gpt_torch.py`."""
     gpt2 = SIZES["gpt2-124m"]
     assert isinstance(gpt2, GPTConfig)
     if size == "gpt-1.3b":
@@ -86,7 +87,7 @@ def loss_fn(model: Any, batch: dict[str, jax.Array], rng: jax.Array | None) -> j
 
 
 def measure_jdp(size: str, form: str, rows: int, rounds: int) -> dict[str, Any]:
-    """Predict one form's step, and time it."""
+    """Predict and measure the time and memory of one form's step."""
     config = replace(configuration(size), **FORMS[form])
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), "ddp")
     tx = optax.adamw(6e-4, b2=0.95, weight_decay=0.1)
@@ -99,7 +100,7 @@ def measure_jdp(size: str, form: str, rows: int, rounds: int) -> dict[str, Any]:
     held = [state]
 
     def ten_steps() -> Any:
-        for _ in range(10):  # queued one after another, as PyTorch's
+        for _ in range(10):  # queued one after another, as in PyTorch
             held[0], metrics = step(held[0], batch)
         return metrics
 
@@ -120,7 +121,7 @@ def measure_jdp(size: str, form: str, rows: int, rounds: int) -> dict[str, Any]:
 
 
 def measure_rates(rounds: int) -> dict[str, float]:
-    """TFLOP/s of bf16 products [m, k] x [k, n], and GB/s of a copy that reads and writes 1 GiB each."""
+    """Return TFLOP/s of bf16 products [m, k] x [k, n], and GB/s of a copy that reads 1 GiB and writes 1 GiB."""
     tiny = jax.default_backend() == "cpu"
     rates: dict[str, float] = {}
     for m, n, k in ((64, 64, 64),) if tiny else PRODUCTS:
@@ -134,7 +135,7 @@ def measure_rates(rounds: int) -> dict[str, float]:
 
 
 def in_a_process(*words: str) -> dict[str, Any]:
-    """Run a part of this benchmark as a process of its own; return its JSON."""
+    """Run a part of this benchmark in its own process; return its JSON."""
     own = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_PREALLOCATE"}
     done = subprocess.run([sys.executable, *words], env=own, capture_output=True, text=True, timeout=1200, check=False)
     if done.returncode != 0:
@@ -143,7 +144,7 @@ def in_a_process(*words: str) -> dict[str, Any]:
 
 
 def compare(size: str, rows: int, forms: list[str], turns: int, rounds: int) -> dict[str, Any]:
-    """Each contender's median over the turns."""
+    """Return each contender's median over the turns."""
     here_words = (str(HERE / "gpu.py"), "--size", size, "--rows", str(rows), "--rounds", str(rounds))
     contenders = {form: (*here_words, "--worker", form) for form in forms}
     if find_spec("torch") is not None:
@@ -168,7 +169,7 @@ def show(size: str, found: dict[str, Any], peak: float | None) -> None:
 
 
 def headline(sizes: dict[str, Any], peak: float | None) -> str:
-    """The best form of each size: MFU, against PyTorch, predicted / measured."""
+    """Return for each size the best form's MFU, its speed relative to PyTorch, and predicted / measured time."""
     parts: list[str] = []
     for size, found in sizes.items():
         best = min((run for name, run in found.items() if name in FORMS), key=lambda run: run["step_ms"])
@@ -185,7 +186,7 @@ def options() -> argparse.ArgumentParser:
     made = parser(__file__, __doc__)
     on_gpu = jax.default_backend() == "gpu"
     made.add_argument("--sizes", default="gpt2-124m,gpt-1.3b" if on_gpu else "tiny", metavar="NAME,…")
-    made.add_argument("--rows", default="8,4" if on_gpu else "2", metavar="N,…", help="sequences a step, of each size")
+    made.add_argument("--rows", default="8,4" if on_gpu else "2", metavar="N,…", help="sequences per step of each size")
     made.add_argument("--forms", default="jdp,jdp scanned,jdp dots", metavar="NAME,…", help=f"of {', '.join(FORMS)}")
     made.add_argument("--turns", type=int, default=2, metavar="N", help="processes of each contender")
     made.add_argument("--rounds", type=int, default=5, metavar="N", help="timed rounds of ten steps in a process")

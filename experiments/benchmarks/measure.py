@@ -1,8 +1,8 @@
-"""What the benchmarks share: a fair clock, ratios with their spread, and the line that says on what they were measured.
+"""Shared by the benchmarks: a fair clock, ratios with their spread, and a description of the machine.
 
-Other programs use this machine too, so one number means little. Contenders take turns within a round, in an order that
-rotates, and a ratio is formed within each round: what slows the machine for seconds slows both sides of it. Two clocks:
-wall time, and the processor time of all threads of this process, which waiting for other programs does not touch.
+Other programs use this machine too, so one number means little. In each round the contenders take turns, in an order
+that rotates, and a ratio is formed: a slow moment of the machine slows both of its sides. There are two clocks: wall
+time, and the processor time of all threads of this process, which does not count waiting for other programs.
 """
 
 import argparse
@@ -27,9 +27,9 @@ class Times:
     """Seconds of one contender, round by round.
 
     Attributes:
-        wall: until the results were there.
-        cpu: processor time of all threads meanwhile.
-        call: processor time of the calling thread until the call returned: what Python and dispatch cost the host.
+        wall: until the results were ready.
+        cpu: processor time of all threads until then.
+        call: processor time of the calling thread until the call returned: Python and dispatch.
     """
 
     wall: np.ndarray
@@ -40,7 +40,7 @@ class Times:
 def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, Times]:
     """Time each contender once a round; a contender is a function that starts work and returns its (pending) arrays."""
     names, rows = list(contenders), {name: [] for name in contenders}
-    gc.disable()  # as timeit does: a collection hits whoever happens to run
+    gc.disable()  # as in timeit: a collection would slow whichever contender runs
     for i in range(-warmup, rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             row = _timed(contenders[name])
@@ -59,15 +59,15 @@ def _timed(start: Callable[[], Any]) -> tuple[float, float, float]:
 
 
 def summary(seconds: np.ndarray) -> dict[str, float]:
-    """Least, median and quartiles, in milliseconds."""
+    """Return least, median and quartiles, in milliseconds."""
     least, low, median, high = np.quantile(seconds, (0, 0.25, 0.5, 0.75)) * 1e3
     return {"least_ms": least, "median_ms": median, "quartile_1_ms": low, "quartile_3_ms": high}
 
 
 def ratio(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
-    """`ours` over `theirs`: the median of the rounds' ratios and its quartiles, and the ratio of the least times.
+    """Return `ours` / `theirs`: the median and quartiles of the rounds' ratios, and the ratio of the least times.
 
-    `error` is how far the median may be off: half its 95% interval by bootstrap over the rounds.
+    `error` is half the 95% interval of the median, by bootstrap over the rounds.
     """
     each = ours / theirs
     low, median, high = np.quantile(each, (0.25, 0.5, 0.75))
@@ -78,28 +78,22 @@ def ratio(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
 
 
 def show(r: dict[str, float]) -> str:
-    """A ratio as text: `1.012 ± 0.004 (quartiles 0.99-1.04, of least times 1.003)`."""
+    """Return a ratio as text: `1.012 ± 0.004 (quartiles 0.99-1.04, of least times 1.003)`."""
     quartiles = f"quartiles {r['quartile_1']:.2f}-{r['quartile_3']:.2f}"
     return f"{r['median']:.3f} ± {r['error']:.3f} ({quartiles}, of least times {r['of_least']:.3f})"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a run of a benchmark says in a line of the README's table, which `all.py` makes.
+    """A row of the README's table, which `all.py` makes."""
 
-    Attributes:
-        measures: what was measured, against what.
-        result: the numbers.
-        promised: the bound that jdp promises; "–" for none.
-    """
-
-    measures: str
-    result: str
-    promised: str = "–"
+    measures: str  # the quantity, and the comparison
+    result: str  # the numbers
+    promised: str = "–"  # the bound that jdp promises; "–": none
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return a description of this machine."""
     gpus = {"gpu": jax.devices()[0].device_kind} if jax.default_backend() == "gpu" else {}
     return gpus | {
         "cores": len(os.sched_getaffinity(0)),
@@ -111,7 +105,7 @@ def machine() -> dict[str, Any]:
 
 
 def finish(result: dict[str, Any], as_json: bool, row: Row) -> None:
-    """Print the machine, or with `--json` everything as one object, the row of the README's table in it."""
+    """Print the machine; or with `--json` one object of the result, the row of the README's table and the machine."""
     result = {**result, "row": asdict(row), "machine": machine()}
     if as_json:
         print(json.dumps(result, default=float))
@@ -120,7 +114,7 @@ def finish(result: dict[str, Any], as_json: bool, row: Row) -> None:
 
 
 def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
-    """An argument parser with `--json`, whose help is the program's lab note; JAX will start on what is there."""
+    """Return an argument parser with `--json`, whose help is the program's docstring; choose JAX's platform."""
     choose_platform()
     formatter = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(Path(program).name, description=documentation, formatter_class=formatter)

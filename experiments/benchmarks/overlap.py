@@ -1,10 +1,10 @@
-"""How much of a step's communication is hidden behind computing, by simulated time: experiments × targets × strategies.
+"""Simulate how much of a step's communication is hidden behind computing: experiments × targets × strategies.
 
     python experiments/benchmarks/overlap.py [--cases gpt_1b@h100:8x8:ddp,zero1 …] [--compiler default] [--json]
 
-Steps are compiled, not run: no GPU is needed, but `pip install 'jdp[aot]'` and JAX_PLATFORMS=cpu. Each device gets 8192
-tokens a microbatch. "hidden" is the share of the time on the links during which the device computes
-(`jdp.foresight.timing.timeline`), "traffic" the bytes sent over the contract's.
+Steps are compiled, not run: this needs no GPU, but `pip install 'jdp[aot]'` and JAX_PLATFORMS=cpu. Each device gets
+8192 tokens per microbatch. "hidden" is the share of the time on the links during which the device computes
+(`jdp.foresight.timing.timeline`), "traffic" the ratio of the bytes sent to those of the contract.
 """
 
 import os
@@ -71,7 +71,7 @@ def compiled(case: str, accumulate: int, compiler: str) -> list[dict[str, Any]]:
 
 
 def row(rows: list[dict[str, Any]]) -> Row:
-    """The line of the README's table."""
+    """Return the row of the README's table."""
     hidden = [f"{100 * one['hidden']:.0f} ({one['experiment']} {one['strategy']}, {one['target']})" for one in rows]
     promised = {one["experiment"]: one["promised"] for one in rows if one["promised"] is not None}
     several = {one["accumulate"] for one in rows} - {1}
@@ -86,7 +86,7 @@ def row(rows: list[dict[str, Any]]) -> Row:
 def main() -> None:
     options = parser(__file__, __doc__)
     options.add_argument("--cases", nargs="*", default=list(CASES), help="EXPERIMENT@TARGET:STRATEGY,STRATEGY")
-    options.add_argument("--accumulate", type=int, default=1, help="microbatches a step, of 8192 tokens a device each")
+    options.add_argument("--accumulate", type=int, default=1, help="microbatches per step, of 8192 tokens per device")
     options.add_argument("--compiler", default="overlap", help="options of XLA's compiler")
     given = options.parse_args()
     rows = list[dict[str, Any]]()

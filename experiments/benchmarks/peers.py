@@ -1,29 +1,30 @@
-"""The quickstart's model on CPU, beside hand-written JAX and PyTorch: who takes how much processor time a step.
+"""Compare the processor time of a step of the quickstart's model on CPU: jdp, hand-written JAX, and PyTorch.
 
     python experiments/benchmarks/peers.py [--torch PYTHON] [--was CHECKOUT] [--rounds 12] [--json]
 
 gpt-nano: 820,352 parameters (RMS norms, rotary positions, two key and value heads for four query heads, SwiGLU, tied
-logits), 16 × 128 tokens, float32, clipped AdamW: 11.7 GFLOP a step. Each contender is a process of its own, or as many
-as it takes, on the same two cores; they take turns, so that a busy machine slows all of them alike, and ratios are
-formed within a round. Two clocks: processor time of all threads of all its processes, and wall time, which says
-something on idle cores only.
+logits), 16 × 128 tokens, float32, clipped AdamW: 11.7 GFLOP per step. Each contender is one process or several, on the
+same two cores. They take turns, so that a busy machine slows all of them alike, and ratios are formed within a round.
+There are two clocks: processor time of all threads of all its processes, and wall time, which is meaningful only on
+idle cores.
 
-- jdp: `peers_jax.py jdp`, the shipped experiment's way: zero1 on four virtual devices. `--was` names an older checkout.
-- by hand: `peers_jax.py hand`, in JAX as well as we can, on as many devices and on fewer; "8 threads" lets XLA have two
-  threads for each device, as jdp does (`jdp.base.machine.provide_threads` says why).
+- jdp: `peers_jax.py jdp`, as in the shipped experiment: zero1 on four virtual devices. `--was` names an older checkout.
+- by hand: `peers_jax.py hand`, optimised JAX, on as many devices and on fewer. With "8 threads" XLA has two threads for
+  each device, as in jdp (`jdp.base.machine.provide_threads` has the reason).
 - PyTorch: `peers_torch.py`, two processes with one thread each under DistributedDataParallel, eager and compiled, and
-  fully sharded (FSDP2); "kept" keeps freed memory as jdp does.
+  fully sharded (FSDP2); with "kept" a process keeps freed memory, as in jdp.
 
-Measured 2026-11-28 on two idle cores of an AMD EPYC, jax 0.10.2, PyTorch 2.13: processor time of jdp's step, 149 ms,
-over that of each. Matrix products: jax 231 GFLOP/s a core, PyTorch 106, and 244 when MKL takes the processor for
-Intel's, as here.
+Measured 2026-11-28 on two idle cores of an AMD EPYC, jax 0.10.2, PyTorch 2.13: the processor time of jdp's step, 149
+ms, divided by that of each. Rates of matrix products: jax 231 GFLOP/s a core; PyTorch 106, or 244 if MKL takes the
+processor for Intel's, as in this benchmark.
 
     by hand, zero1         1.406 ± 0.121  (108 ms); ddp on 4 devices 1.398 ± 0.089, on 2 1.615 ± 0.109
     PyTorch DDP, compiled  1.725 ± 0.160 (88 ms); FSDP2, compiled 1.068 ± 0.127 (136 ms)
     jdp zero3, 4 devices   0.786 ± 0.032  (190 ms)
 
-So the hand's step is 41 % faster, where 1 % was promised; `../LOG.md` says why: with 8 threads it takes 1.21 of its own
-time. Kept memory is worth a quarter: with JDP_FRESH_MEMORY=1 a step took 358 ms for 271 (2026-11-22, load 12).
+So jdp's step takes 41 % more than the hand-written step, and 1 % was promised; `../LOG.md` has the reason: with 8
+threads the hand-written step takes 1.21 of its own time. Keeping memory saves a quarter: with JDP_FRESH_MEMORY=1 a step
+took 358 ms instead of 271 (2026-11-22, load 12).
 """
 
 import os
@@ -70,10 +71,10 @@ def jax_team(name: str, checkout: Path) -> Team:
 
 
 def full_rate_mkl(folder: Path) -> dict[str, str]:
-    """Return the environment in which PyTorch's MKL takes its fastest kernels on a processor of AMD's as well.
+    """Return the environment in which PyTorch's MKL uses its fastest kernels on AMD's processors too.
 
-    MKL asks `mkl_serv_intel_cpu_true`; a preloaded function of that name says yes. Empty on processors of Intel's, and
-    without a C compiler.
+    MKL calls `mkl_serv_intel_cpu_true`; a preloaded function of that name returns 1. The environment is empty on
+    Intel's processors, and without a C compiler.
     """
     compiler = shutil.which("cc")
     if "AuthenticAMD" not in Path("/proc/cpuinfo").read_text() or compiler is None:
@@ -96,7 +97,7 @@ def torch_team(name: str, python: str, variables: dict[str, str]) -> Team:
 
 
 def product_rates(python: str | None, variables: dict[str, str]) -> dict[str, float]:
-    """Return the rate of 1024 × 1024 matrix products in float32 of each library, in GFLOP/s a core."""
+    """Return each library's rate of 1024 × 1024 matrix products in float32, in GFLOP/s per core."""
     teams = [Team.start("jax", [([sys.executable, str(HERE / "peers_jax.py"), "products"], {})])]
     if python:
         command = [python, str(HERE / "peers_torch.py"), "products"]
@@ -124,7 +125,7 @@ def measured(teams: list[Team], rounds: int, steps: int) -> dict[str, list[dict[
 
 
 def summary(rows: list[dict[str, float]], first: list[dict[str, float]]) -> dict[str, Any]:
-    """Return medians, and the processor time of the first contender as a ratio to this one's."""
+    """Return medians, and the processor time of the first contender divided by this one's."""
     clocks = {key: np.array([row[key] for row in rows]) for key in ("cpu", "wall", "faults", "mib", "loss")}
     cpu, wall = np.median(clocks["cpu"]), np.median(clocks["wall"])
     return {
@@ -151,7 +152,7 @@ def main() -> None:
     options.add_argument("--was", metavar="CHECKOUT", type=Path, help="a checkout of an older jdp, to compare with")
     options.add_argument("--only", metavar="WORD,...", help="contenders whose name contains one of these words")
     options.add_argument("--rounds", type=int, default=12, metavar="N")
-    options.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a turn")
+    options.add_argument("--steps", type=int, default=10, metavar="N", help="steps per turn")
     chosen = options.parse_args()
     wanted = [*JAX, *(TORCH if chosen.torch else ())]
     if chosen.only:

@@ -1,12 +1,12 @@
-"""The JAX contenders of `peers.py`: jdp as the quickstart runs it, and the same step written by hand as well as we can.
+"""The JAX contenders of `peers.py`: jdp as in the quickstart, and the same step written and optimised by hand.
 
     echo 20 | python peers_jax.py jdp zero1 4
     echo 20 | python peers_jax.py hand ddp 4
 
-By hand: parameters in the shapes that compute best (query, key and value in one matrix, gate and up in another, layers
-apart), products of matrices, attention in one layout throughout, a plain loop over the layers, one `jit` of `shard_map`
-with one all-reduce of the gradients (ddp) or a reduce-scatter and an all-gather of them as one flat vector (zero1).
-Both keep their freed memory (`jdp.keep_memory`), unless JDP_FRESH_MEMORY=1.
+By hand, parameters have the fastest shapes: query, key and value in one matrix, gate and up in another, layers apart.
+There are products of matrices only, one layout of attention throughout, a plain loop over the layers, and one `jit` of
+`shard_map` with one all-reduce of the gradients (ddp), or a reduce-scatter and an all-gather of one flat vector
+(zero1). Both keep their freed memory (`jdp.keep_memory`), unless JDP_FRESH_MEMORY=1.
 """
 
 import math
@@ -25,13 +25,13 @@ HEAD, GROUP = WIDTH // HEADS, HEADS // KV_HEADS
 
 
 def batch() -> dict[str, np.ndarray]:
-    """Return tokens to predict, all of them counted."""
+    """Return random tokens and targets with weight 1."""
     tokens, targets = np.random.default_rng(0).integers(0, WORDS, (2, ROWS, LENGTH), np.int32)
     return {"tokens": tokens, "targets": targets, "weights": np.ones((ROWS, LENGTH), np.float32)}
 
 
 def by_jdp(strategy: str, devices: int) -> Callable[[], float]:
-    """Return a step of the quickstart's model as `jdp train` takes it."""
+    """Return a step of the quickstart's model, as in `jdp train`."""
     import jax
 
     import jdp
@@ -52,7 +52,7 @@ def by_jdp(strategy: str, devices: int) -> Callable[[], float]:
 
 
 def initial(key: Any) -> dict[str, Any]:
-    """Return the parameters: 820,352 of them."""
+    """Return the 820,352 initial parameters."""
     import jax
     import jax.numpy as jnp
 
@@ -73,7 +73,7 @@ def initial(key: Any) -> dict[str, Any]:
 
 
 def loss_of(params: dict[str, Any], tokens: Any, targets: Any) -> Any:
-    """Return the mean cross-entropy of the rows at hand."""
+    """Return the mean cross-entropy of these rows."""
     import jax
     import jax.numpy as jnp
 
@@ -112,7 +112,7 @@ def loss_of(params: dict[str, Any], tokens: Any, targets: Any) -> Any:
 
 
 def by_hand(strategy: str, devices: int) -> Callable[[], float]:
-    """Return the step written by hand: clipped AdamW, of each parameter (ddp) or of a shard of them all (zero1)."""
+    """Return the hand-written step: clipped AdamW of each parameter (ddp), or of a shard of all of them (zero1)."""
     import jax
     import jax.numpy as jnp
     import optax

@@ -1,10 +1,10 @@
-"""The PyTorch contenders of `peers.py`: the quickstart's model, batch and optimizer, as PyTorch's own users write them.
+"""The PyTorch contenders of `peers.py`: the quickstart's model, batch and optimizer, as PyTorch's users write them.
 
     echo 20 | RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500 python peers_torch.py eager
 
-Modes: `products` multiplies matrices in one process; `eager` and `compiled` under DistributedDataParallel, `fsdp2`
-(`fully_shard` by layer) and `fsdp2-compiled`; one process a core with one thread each, Gloo between them, AdamW in its
-fused form. With MEMORY=kept the process keeps its freed memory as jdp does (`jdp/base/cpu_allocator.py`).
+Modes: `products` multiplies matrices in one process; `eager` and `compiled` run under DistributedDataParallel; `fsdp2`
+and `fsdp2-compiled` shard by layer (`fully_shard`). There is one process per core with one thread, connected by Gloo,
+and AdamW is fused. With MEMORY=kept the process keeps its freed memory, as in jdp (`jdp/base/cpu_allocator.py`).
 """
 
 import math
@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
 
 def distributed(model: GPT, mode: str) -> nn.Module:
-    """Return the model as `mode` runs it."""
+    """Return the model, distributed as the mode requires."""
     if mode.startswith("fsdp2"):
         for block in model.blocks:
             fully_shard(block)

@@ -1,19 +1,19 @@
-"""Tokens a second as published by others, against those that `jdp plan`'s timeline foresees for the same settings.
+"""Compare published tokens per second with the predictions of `jdp plan`'s timeline for the same settings.
 
     python experiments/benchmarks/published.py [--only TEXT] [--workers 2] [--json]
 
-Each run of `published_runs.py` is compiled for its GPUs with jdp's own step, unrolled, at two depths, three layers and
-one: a layer takes half of the difference. Products are calls of cuBLAS, as on GPUs at hand, and the latency-hiding
-scheduler is on everywhere, as these peers overlap. Programs are kept in the cache ($JDP_CACHE_DIR, else ~/.cache/jdp)
-by everything in `jdp/` that makes them: timing them again takes seconds, compiling one 10 to 20 of processor time.
+Each run of `published_runs.py` is compiled for its GPUs with jdp's own step, unrolled, with three layers and with one:
+a layer takes half of the difference. Products are calls of cuBLAS, as on real GPUs, and the latency-hiding scheduler is
+on everywhere, because these peers overlap. Programs are cached ($JDP_CACHE_DIR, else ~/.cache/jdp) by the sources in
+`jdp/` that make them: timing them again takes seconds, compiling one takes 10 to 20 s of processor time.
 
-Runs of PyTorch that was not compiled pass over memory more often than XLA's fusions do: `EAGER` times their seconds
-outside products and attention. It and the efficiency of products on A100 and H100 (`Chip.matmul_efficiency`) are what
-is fitted, on the runs marked so; "constants that fit" are those that would fit best now.
+PyTorch that was not compiled passes over memory more often than XLA's fusions do, so the seconds outside products and
+attention are multiplied by `EAGER`. That number and the efficiency of products on A100 and H100
+(`Chip.matmul_efficiency`) are fitted, on the runs marked "fit"; "constants that fit" would fit best now.
 
 Compiled 2026-11 with jax 0.10.2 (85dbe95); tokens/s a GPU; shares of the step in percent:
 
-                                                       foreseen published ratio  products attention other waits
+                                                      predicted published ratio  products attention other waits
     MPT 760m, 8 H100, 24 x 2048               mpt, fit    69,098    63,147  1.09        55        16    28     0
     MPT 1b, 8 H100, 14 x 2048                 mpt, fit    44,293    45,455  0.97        61        14    25     0
     MPT 1b, 8 H100, 3 x 8192                  mpt         34,441    29,157  1.18        48        33    19     0
@@ -48,9 +48,9 @@ Compiled 2026-11 with jax 0.10.2 (85dbe95); tokens/s a GPU; shares of the step i
     GPT-2 124M, 1 H100, 8 x 1024              jdp, fit   347,874   344,000  1.01        47        10    43     0
     GPT-2 124M, 1 H100, 32 x 1024             jdp, fit   375,391   379,000  0.99        50        10    40     0
 
-Fitted: 12 runs, median error 1.9%, worst 11%. Held out: 21 runs, median error 7.0%, worst 22%; the 9 of them that are
-not MPT 9.3% and 22%. Two things were mended when the first foreseen times were seen: `AMPERE`, without which MPT 1b at
-a length of 8192 was 1.31, and fms-fsdp's gradients, which are reduced in bf16. One run was left out then (nanoGPT's).
+Fitted: 12 runs, median error 1.9%, worst 11%. Held out: 21 runs, median error 7.0%, worst 22%; for the 9 that are not
+MPT 9.3% and 22%. Two settings were changed after the first predictions: `AMPERE`, without which the ratio of MPT 1b at
+length 8192 was 1.31; and fms-fsdp's gradients, which are reduced in bf16. One run, nanoGPT's, was excluded then.
 """
 
 import dataclasses
@@ -80,12 +80,12 @@ from jdp.foresight.timing.timeline import timeline
 from jdp.models import build
 
 GOAL = (0.10, 0.25)
-"""Median and worst error on runs that nothing was fitted on."""
+"""Median and worst error of the runs that are not fitted."""
 DEPTHS = (1, 3)
 EAGER = 1.36
-"""Passes over memory of PyTorch that is not compiled, over those of XLA's fusions. Fitted (`fitted_constants`)."""
+"""Passes over memory of PyTorch without a compiler, divided by those of XLA's fusions. Fitted (`fitted_constants`)."""
 AMPERE = 1.6
-"""Seconds of FlashAttention-2 on an H100 over those of cuDNN 9: 529 / 333 TFLOP/s forward with a mask, 518 / 318
+"""Seconds of FlashAttention-2 on an H100 divided by those of cuDNN 9: 529 / 333 TFLOP/s forward with a mask, 518 / 318
 backward (width 128, length 8k; figures 5 and 6 of arXiv:2407.08608). Not fitted."""
 OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_enable_triton_gemm": False}
 CACHE = Cache(default_folder() / "published", limit_bytes=2**31)
@@ -94,13 +94,13 @@ TARGET = functools.cache(target)
 
 @functools.cache
 def _sources() -> str:
-    """Everything in jdp that decides what a step is."""
+    """Return a key of the sources in jdp that determine a step."""
     files = [file for folder in ("core", "models") for file in sorted(Path(jdp.__path__[0], folder).rglob("*.py"))]
     return Cache.key(*(file.read_text() for file in files))
 
 
 def program_text(run: Run, layers: int) -> str:
-    """The run's step at a depth, compiled for its GPUs, or out of the cache."""
+    """Return the run's step with this number of layers, compiled for its GPUs or from the cache."""
     given = (repr(run.config), run.target, run.rows, run.length, run.accumulate, run.strategy, run.replicas, layers)
     given += (run.reduce,) if run.reduce != "fp32" else ()
     name = f"{Cache.key(jax.__version__, _sources(), json.dumps(given), json.dumps(OPTIONS))}.json.z"
@@ -131,14 +131,14 @@ def _lower(run: Run, layers: int) -> jax.stages.Lowered:
 
 
 def devices(run: Run) -> Target:
-    """The run's GPUs, with what differs in them."""
+    """Return the run's GPUs, with the run's changes to the chip."""
     described = TARGET(run.target)
     assert described.chip is not None
     return dataclasses.replace(described, chip=dataclasses.replace(described.chip, **run.chip))
 
 
 def foresee(run: Run, programs: Sequence[Program], model: CostModel | None = None) -> dict[str, float]:
-    """Seconds of a step of the whole depth, and where they go; tokens a second of one GPU."""
+    """Return the seconds of a step at full depth, in all and by part, and tokens per second of one GPU."""
     fewer, more = (timeline(program, devices(run), model) for program in programs)
     layers = (run.config.layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
 
@@ -154,7 +154,7 @@ def foresee(run: Run, programs: Sequence[Program], model: CostModel | None = Non
 
 
 def errors(ratios: Iterable[float]) -> dict[str, float]:
-    """Of foreseen over published: median and worst error, and the median ratio."""
+    """Return median and worst error, and the median, of predicted / published."""
     ratios = np.array(list(ratios))
     off = np.maximum(ratios, 1 / ratios) - 1
     return {
@@ -166,9 +166,9 @@ def errors(ratios: Iterable[float]) -> dict[str, float]:
 
 
 def fitted_constants(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Efficiency of products by kind of GPU, and `EAGER`, with least squares of the logarithm of foreseen / published.
+    """Fit the efficiency of products by kind of GPU, and `EAGER`: least squares of log(predicted / published).
 
-    They act on a step that waits for nothing: the seconds of products scale with one, of other kernels with the other.
+    For a step without waits, the first scales the seconds of products, the second those of other kernels.
     """
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in sorted({row["kind"] for row in rows})}
     efficiencies = np.arange(0.4, 0.95, 0.005)
@@ -206,12 +206,12 @@ def show(row: dict[str, Any]) -> None:
     rest = row["compute_seconds"] - row["matmul_seconds"] + row["eager_seconds"]
     print(f"{row['name']:42} {row['source']:10} {'fit ' if row['fitted'] else '    '}", end="")
     print(f"{row['tokens_per_second']:9,.0f} {row['published']:9,.0f} {row['ratio']:5.2f}   ", end="")
-    waits = max(0.0, row["exposed_seconds"])  # of few layers extrapolated
+    waits = max(0.0, row["exposed_seconds"])  # an extrapolation from few layers may be negative
     print(*(f"{100 * part / step:3.0f}" for part in (*shares, rest, waits)), "%", flush=True)
 
 
 def line(summary: dict[str, Any]) -> Row:
-    """The line of the README's table."""
+    """Return the row of the README's table."""
     measures = "tokens/s foreseen, against those of published runs on A100, H100 and H200 that nothing was fitted on"
     if not (found := summary.get("held out")):
         return Row(measures, "none timed")
@@ -227,7 +227,7 @@ def main() -> None:
     runs = [run for run in RUNS if given.only in f"{run.name} {run.source}"]
     rows = list[dict[str, Any]]()
     if not given.json:
-        print(f"{'':58}foreseen published ratio   of the step: products, attention, other, waiting")
+        print(f"{'':57}predicted published ratio   of the step: products, attention, other, waiting")
     with ThreadPoolExecutor(given.workers) as pool:
         texts = pool.map(lambda run: [program_text(run, depth) for depth in DEPTHS], runs)
         for run, pair in zip(runs, texts, strict=True):

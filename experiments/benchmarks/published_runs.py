@@ -1,9 +1,9 @@
-"""Training runs that others published with their settings: what `published.py` holds the time model against.
+"""Training runs that others published with their settings, with which `published.py` compares the time model.
 
-A run is here if jdp's step can do the same work: the same model, tokens, sharding, microbatches and rematerialisation,
-in bf16 with float32 master weights, on GPUs whose rates are known. `EXCLUDED` names those that were looked at and left
-out, before anything was fitted, with the reason. `fitted` marks the runs that the constants are fitted on: of MPT on
-one host, every model size once for each GPU. All others are held out.
+A run is listed if jdp's step can do the same work: equal model, tokens, sharding, microbatches and rematerialisation,
+in bf16 with float32 master weights, on GPUs whose rates are known. `EXCLUDED` has runs that were excluded before any
+fit, with the reasons. Constants are fitted on the runs marked `fitted`: of MPT on one host, every model size once for
+each GPU. All others are held out.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ EXCLUDED = {
     "torchtitan Llama 3.1 8B on 8 and 128 H100": "their H100s have HBM2e at 2.4 TB/s and a power limit of 500 W",
     "torchtitan, NeMo, Megatron with tensor, context or pipeline parallelism": "jdp shards over data alone there",
     "MPT in fp8; torchtitan and NeMo in fp8": "jdp's step has no fp8 products",
-    "MPT at lengths of 16k and more": "their attention was Triton's of 2023, which fell behind cuDNN's with length",
+    "MPT at lengths of 16k and more": "their attention was Triton's of 2023, which is slower than cuDNN's at long rows",
     "MPT on A100 40GB": "another card, at 1.6 TB/s; the same settings are published for 80GB",
     "torchtitan and fms-fsdp with selective checkpointing of every second layer or of single operations": (
         "jdp recomputes all layers or none"
@@ -31,8 +31,8 @@ EXCLUDED = {
     "MaxText on 2 to 16 A3 hosts": "their all-reduce between hosts went over TCP, whose rate is not published",
     "Pax (JAX-Toolbox), HF smol": "the page with settings and numbers was not found again",
     "nanoGPT 124M on 8 A100 (issue 110)": (
-        "left out only when it was seen to be 1.53 off: it is of 2023-02-02, a day before its author told of padding "
-        "its vocabulary, a quarter faster (50257 columns are not aligned for tensor cores; the model leaves that out)"
+        "excluded only after its ratio was 1.53: it is of 2023-02-02, a day before its author reported a padded "
+        "vocabulary, a quarter faster (50257 columns are not aligned for tensor cores, which the time model ignores)"
     ),
 }
 
@@ -45,13 +45,14 @@ class Run:
         name: model, GPUs, rows x length of a microbatch on one GPU.
         config: the model, unrolled, with cuDNN's attention.
         target: as for `jdp plan`.
-        rows, length, accumulate: of a microbatch on one GPU; microbatches a step.
+        rows, length: of a microbatch on one GPU.
+        accumulate: microbatches per step.
         tokens_per_second: of one GPU, as published.
         source: key of `SOURCES`.
         strategy, replicas: replicas are hosts, under HSDP.
         fitted: whether the constants are fitted on it.
-        chip: what differs from the GPU that the target names, by field of `Gpu`.
-        reduce: dtype that gradients are summed over GPUs in.
+        chip: fields of `Gpu` that differ from the target's GPU.
+        reduce: dtype in which gradients are summed over GPUs.
     """
 
     name: str
@@ -70,12 +71,12 @@ class Run:
 
     @property
     def eager(self) -> bool:
-        """Whether it ran without a compiler that fuses element-wise work: PyTorch, not compiled."""
+        """Whether it ran in PyTorch without a compiler, which would fuse element-wise operations."""
         return self.source in ("mpt", "torchtitan", "fms")
 
     @property
     def ampere_attention(self) -> bool:
-        """Whether it ran on a Hopper with attention kernels made for Ampere: FlashAttention-2, or Triton's of 2023."""
+        """Whether it ran on Hopper with attention kernels for Ampere: FlashAttention-2, or Triton's of 2023."""
         return self.source in ("mpt", "fms") and self.target.startswith("h100")
 
 

@@ -1,11 +1,13 @@
-"""The contender of `step_time.py`: a training step written by hand in JAX, Flax and optax; of jdp, only its model.
+"""The contender of `step_time.py`: a training step written by hand in JAX, Flax and optax, which uses only jdp's model.
 
-Two ways of writing it, for each of `ddp`, `zero1` and `zero3` on a mesh with one axis, `data`:
-- `"shard_map"`: the whole step per device, with its own `psum`, `psum_scatter` and `all_gather`;
-- `"jit"`: global arrays and sharding constraints; XLA puts in the collectives.
-Under `zero3` both gather a layer inside the layer loop and keep everything for the backward pass but gathered weights.
-The step: the gradient of (summed nats / tokens), clipped by its global norm, to the optimizer; with `guard`, a step
-whose gradient is not finite changes nothing.
+It is written in two forms, for each of `ddp`, `zero1` and `zero3` on a mesh with one axis, `data`:
+
+- `"shard_map"`: the complete step per device, with explicit `psum`, `psum_scatter` and `all_gather`;
+- `"jit"`: global arrays and sharding constraints, for which XLA inserts the collectives.
+
+Under `zero3` both gather a layer inside the layer loop, and keep everything for the backward pass except gathered
+weights. The step computes the gradient of (summed nats / tokens), clips it by its global norm, and applies the
+optimizer. With `guard`, a step whose gradient is not finite changes nothing.
 """
 
 from collections.abc import Callable
@@ -28,7 +30,7 @@ SMALL = 1024
 
 @dataclass(frozen=True)
 class RawStep:
-    """A step and what it starts from: `step(params, opt_state, batch) -> (params, opt_state, loss, norm)`, donating."""
+    """A donating step, (params, opt_state, batch) -> (params, opt_state, loss, norm), and its first arguments."""
 
     step: Callable[..., Any]
     params: Any
@@ -38,7 +40,7 @@ class RawStep:
 def make(
     config: GPTConfig, tx: Any, mesh: Mesh, strategy: str, *, view: str, clip_norm: float, guard: bool, seed: jax.Array
 ) -> RawStep:
-    """Compile nothing yet; make parameters and optimizer state, born sharded."""
+    """Return the step, not yet compiled, with parameters and optimizer state, which are sharded from the start."""
     graphdef, abstract = nnx.split(jax.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(seed))))
     dims = jax.tree.map(partial(_shard_dim, strategy, mesh.size), abstract)
     specs = jax.tree.map(_spec, dims)
@@ -65,7 +67,7 @@ def make(
 
 @dataclass(frozen=True)
 class Moves:
-    """How arrays move: `gather(shard, dim)`; `scatter(gradient, dim)`, to the sum's shard; `total(tree)`, to sums."""
+    """Collectives: `gather(shard, dim)`; `scatter(gradient, dim)` to a shard of the sum; `total(tree)` to sums."""
 
     gather: Callable[[jax.Array, int], jax.Array]
     scatter: Callable[[jax.Array, int], jax.Array]
@@ -108,7 +110,7 @@ def _step(
     if strategy == "zero1":
         operand = jax.tree.map(lambda x, dim: x if dim == REPLICATED else moves.gather(x, dim), params, dims)
     (total, weight), grads = jax.value_and_grad(loss, has_aux=True)(operand, batch)
-    done = strategy == "zero3"  # the transpose of the gather has summed the sharded ones
+    done = strategy == "zero3"  # the transpose of the gather has summed the sharded gradients
     grads = jax.tree.map(lambda g, dim: g if done and dim != REPLICATED else moves.scatter(g, dim), grads, dims)
     total, weight = moves.total((total, weight))
 
@@ -124,7 +126,7 @@ def _step(
 
 
 def _squares(moves: Moves, grads: Any, dims: Any) -> jax.Array:
-    """Σ g², each shard counted once: one scalar over the wire."""
+    """Return Σ g², with each shard counted once; one scalar is sent."""
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(dims), strict=True)
     squares = [(jnp.sum(jnp.square(g)), dim) for g, dim in pairs]
     whole = sum((s for s, dim in squares if dim == REPLICATED), jnp.float32(0))
@@ -133,7 +135,7 @@ def _squares(moves: Moves, grads: Any, dims: Any) -> jax.Array:
 
 
 def _loss(graphdef: Any, dims: Any, moves: Moves, strategy: str) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
-    """(parameters, batch) -> (summed nats, tokens), of the rows at hand."""
+    """Return a function (parameters, batch) -> (summed nats, tokens), for the given rows."""
     module_dims = nnx.merge(graphdef, dims)
 
     def whole(module: Any, dims: Any, sliced: int = 0) -> Any:
@@ -161,7 +163,7 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _shard_dim(strategy: str, devices: int, leaf: Any) -> int:
-    """The largest dimension that divides, but not the stack of layers; none for small leaves and under ddp."""
+    """Return the largest dimension that divides, not the stack of layers; no dimension for small leaves and ddp."""
     if strategy == "ddp" or leaf.size < SMALL:
         return REPLICATED
     candidates = [dim for dim in range(leaf.ndim) if leaf.shape[dim] % devices == 0 and (dim or leaf.ndim < 3)]

@@ -1,10 +1,10 @@
-"""The shipped GPU experiments on 8, 64 and 512 H100, as they would be trained there: simulated times and MFU.
+"""Simulate the shipped GPU experiments on 8, 64 and 512 H100: step times and MFU.
 
     python experiments/benchmarks/shipped.py [--experiments gpt_1b …] [--targets h100:1x8 …] [--json]
 
-Steps are compiled, not run: no GPU is needed, but `pip install 'jdp[aot]'` and JAX_PLATFORMS=cpu. Each experiment keeps
-its strategy, its options and its rows a GPU; on other numbers of hosts than its own, `replica` (hsdp) or `data`
-(tensor_parallel) is their number. "copies" is the share of computing time in copies (`jdp.foresight.timing.timeline`),
+Steps are compiled, not run: this needs no GPU, but `pip install 'jdp[aot]'` and JAX_PLATFORMS=cpu. Each experiment
+keeps its strategy, options and rows per GPU. On another number of hosts than its own, `replica` (hsdp) or `data`
+(tensor_parallel) is that number. "copies" is the share of computing time in copies (`jdp.foresight.timing.timeline`),
 "hidden" the share of the time on the links during which the device computes.
 """
 
@@ -63,7 +63,7 @@ def foreseen(name: str, on: str) -> dict[str, Any]:
 
 
 def row(rows: list[dict[str, Any]]) -> Row:
-    """The line of the README's table."""
+    """Return the row of the README's table."""
     names = dict.fromkeys(one["experiment"] for one in rows)
     mfu = {name: " / ".join(f"{100 * one['mfu']:.0f}" for one in rows if one["experiment"] == name) for name in names}
     targets = " / ".join(dict.fromkeys(one["target"] for one in rows))

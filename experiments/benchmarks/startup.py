@@ -1,17 +1,17 @@
-"""What `jdp train` does before its first step is done, phase by phase, in a first start and in a second.
+"""Time the phases of `jdp train` up to the end of its first step, in a first and in a second start.
 
     python experiments/benchmarks/startup.py [FILE] [--set KEY=VALUE] [--json]
 
-Processor seconds of all threads of a process that does as `jdp train FILE` does (the quickstart, unless another is
-named): the experiment; imports; the data; the abstract state; the state; tracing and lowering the step; compiling it
-and its first call. The second start has the compiled programs and the tokens that the first kept; both have a folder of
-their own for them. `step` is what a start has to do for its first step: the state, the step, the first call. Beside it,
-`jdp --help` and `jdp train --help`, the second time that they are asked for, and `python -c pass`.
+The times are processor seconds of all threads of a process that starts as `jdp train FILE` does (by default the
+quickstart). The phases are: the experiment; imports; the data; the abstract state; the state; tracing and lowering the
+step; compiling it and its first call. The second start has the compiled programs and the tokens of the first, in a
+folder that only these two use. `step` is the sum of the state, the step and the first call. Also timed are
+`jdp --help`, `jdp train --help` (both called a second time) and `python -c pass`.
 
 Promised: the second start's step takes at most 2.5 s, and 0.35 times the first's; help 0.15 s; a new state 1 s.
 
 Measured 2026-11-23 on 2 x86 cores shared with other programs, jax 0.10.2 on Python 3.11.7, at loads of 8 and 13; in the
-last columns what it was on 2026-11-22 at a load of 19:
+last columns on 2026-11-22 at a load of 19:
 
     processor seconds    first   second          first   second     2026-11-22: first   second
     experiment            0.17     0.19           0.21     0.21                  0.37     0.32
@@ -65,7 +65,7 @@ def phases(file: str, overrides: dict[str, str]) -> dict[str, float]:
 
     from jdp.core.compiling.persistent_cache import keep_programs
     from jdp.experiment.assembly import Assembly
-    from jdp.run import loop  # all that a run needs
+    from jdp.run import loop  # imports everything that a run needs
 
     assert loop
 
@@ -88,22 +88,22 @@ def phases(file: str, overrides: dict[str, str]) -> dict[str, float]:
 
 
 def started(file: str, overrides: dict[str, str], folder: str) -> dict[str, float]:
-    """Run `phases` in a process of its own, which keeps what it may in `folder`."""
+    """Run `phases` in another process, whose caches are in `folder`."""
     command = [sys.executable, __file__, CHILD, file, json.dumps(overrides)]
     environment = {**os.environ, "JDP_CACHE_DIR": folder}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"the start left with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise SystemExit(f"the start ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def step_of(seconds: dict[str, float]) -> float:
-    """Return what a start did for its first step."""
+    """Return the seconds of a start's first step."""
     return sum(seconds[phase] for phase in ("state", "trace, lower", "compile, call"))
 
 
 def command_seconds(arguments: list[str], folder: str, times: int = 5) -> float:
-    """Return the least processor seconds of a command, after a first time that is not counted."""
+    """Return the least processor seconds of several calls of a command, without the first call."""
     taken: list[float] = []
     for _ in range(times + 1):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

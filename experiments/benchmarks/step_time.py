@@ -1,12 +1,12 @@
-"""How long jdp's training step takes, against the same step written by hand in JAX, Flax and optax (`raw_steps.py`).
+"""Compare the time of jdp's training step with the same step written by hand in JAX, Flax and optax (`raw_steps.py`).
 
     python experiments/benchmarks/step_time.py [--rounds 20] [--strategies ddp,zero1,zero3] [--json]
 
-Same model (gpt-nano: 0.8 M parameters, scanned layers), batch (16 x 128 tokens), optimizer (adamw, gradients clipped by
-their global norm), shardings, and four virtual CPU devices. Written by hand in two forms, `shard_map` and `jit` with
-constraints; jdp's manual partitioning has the form of the first, auto that of the second, and "jdp" alone is what it
-chooses by itself. jdp always has its finite guard; the hand's step is timed with one and without.
-Checked first: the shardings are equal, and the losses of four steps agree to 1e-5.
+Both have the same model (gpt-nano: 0.8 M parameters, scanned layers), batch (16 x 128 tokens), optimizer (adamw,
+gradients clipped by their global norm), shardings, and four virtual CPU devices. The hand-written step has two forms,
+`shard_map` and `jit` with constraints; jdp's manual partitioning has the form of the first, auto that of the second,
+and "jdp" alone is its own choice. jdp always has its finite guard; the hand-written step is timed with one and without.
+First it is checked that the shardings are equal, and that the losses of four steps agree to 1e-5.
 
 Promised: at most 1.03 times the hand-written step of the same form.
 
@@ -20,25 +20,25 @@ of processor time, ± half the 95% interval of the median.
       without guard      1.014 ± 0.005    1.015 ± 0.009    1.007 ± 0.008
     manual / jit         1.071 ± 0.009    1.084 ± 0.010    1.101 ± 0.020
 
-The first line again on 2026-11-21, with partial training and BatchNorm in the step, under load 5:
+The first line on 2026-11-21, with partial training and BatchNorm in the step, under load 5:
 
     manual / shard_map   1.006 ± 0.023    0.998 ± 0.038    1.008 ± 0.027
 
-And zero3 on 2026-11-22, with a norm that does not overflow and a guard of the model state, 20 rounds, load 3: 0.993 ±
+zero3 on 2026-11-22, with a norm that does not overflow and a guard of the model state, 20 rounds, load 3: 0.993 ±
 0.055.
 
-jax 0.11.2 on Python 3.12.3, ten idle cores of 16, 20 rounds: 1.037 ± 0.050, 1.012 ± 0.033 and 0.988 ± 0.034; by the
-clock 1.002, 1.043 and 1.011, ± 0.04 to 0.06.
+jax 0.11.2 on Python 3.12.3, ten idle cores of 16, 20 rounds: 1.037 ± 0.050, 1.012 ± 0.033 and 0.988 ± 0.034; in wall
+time 1.002, 1.043 and 1.011, ± 0.04 to 0.06.
 
 jax 0.12.0.1 on Python 3.13, 20 rounds: 0.99 to 1.03 in the first four lines, 1.08 to 1.10 in the last. In wall time
 0.99 to 1.04 and 1.05 to 1.11, with twice to four times the error. Losses (0.10.2) are equal to the last bit between
-manual and shard_map, and between auto and jit. The last line is the price of the manual form on CPU, paid by hand too:
-in its compiled program the layers' weight gradients are plain dots; where an all-reduce follows them in the loop,
-XLA:CPU fuses them. On GPUs manual is chosen because it sends less (`traffic.py`).
+manual and shard_map, and between auto and jit. The last line is the cost of the manual form on CPU, by hand too: in its
+compiled program the layers' weight gradients are plain dots, but XLA:CPU fuses them if an all-reduce follows them in
+the loop. On GPUs manual is chosen because it sends less (`traffic.py`).
 
-Loops that stack 128 bytes an iteration, as layers and microbatches stack small results: microseconds an iteration, the
-least of five calls by processor time. XLA:CPU of jaxlib 0.11.1 writes the whole stack again for less than 256 bytes
-(jax #40101). The loops of jdp have at most some hundred iterations, so a stack costs it less than 1 us an iteration.
+Loops that stack 128 bytes per iteration, as layers and microbatches stack small results: microseconds of processor time
+per iteration, the least of five calls. XLA:CPU of jaxlib 0.11.1 rewrites the whole stack for less than 256 bytes (jax
+#40101). The loops of jdp have at most some hundred iterations, so a stack costs less than 1 us per iteration.
 
     iterations         64      1,024    16,384
     jax 0.10.2         0.11    0.02     0.02
@@ -77,18 +77,11 @@ FORM = {"manual": "shard_map", "auto": "jit"}
 
 @dataclass
 class Contender:
-    """A step and the state it has reached: each call does one more step.
+    """A step and its current state; each call takes one more step."""
 
-    Attributes:
-        advance: (state, batch) -> (state, loss).
-        state: what `advance` returned last.
-        params: its parameters, by path.
-        lowered: the step, to be compiled and read.
-    """
-
-    advance: Callable[[Any, Any], tuple[Any, jax.Array]]
+    advance: Callable[[Any, Any], tuple[Any, jax.Array]]  # (state, batch) -> (state, loss)
     state: Any
-    params: dict[str, jax.Array]
+    params: dict[str, jax.Array]  # the initial parameters, by path
     lowered: jax.stages.Lowered
     partitioning: str | None = None
 
@@ -116,7 +109,7 @@ def ours(strategy: str, partitioning: str | None, mesh: Any, batch: Any, seed: j
 
 
 def by_hand(strategy: str, view: str, guard: bool, mesh: Any, batch: Any, seed: jax.Array) -> Contender:
-    seed = jax.random.fold_in(seed, 0)  # as `init_state` does: the same weights
+    seed = jax.random.fold_in(seed, 0)  # as in `init_state`, for the same weights
     raw = make(GPT_NANO, TX, mesh, strategy, view=view, clip_norm=CLIP_NORM, guard=guard, seed=seed)
 
     def advance(state: Any, batch: Any) -> tuple[Any, jax.Array]:
@@ -129,7 +122,7 @@ def by_hand(strategy: str, view: str, guard: bool, mesh: Any, batch: Any, seed: 
 
 
 def compare(strategy: str, mesh: Any, rounds: int) -> dict[str, Any]:
-    """Build all contenders for one strategy, check that they do the same, and time them in turns."""
+    """Build all contenders for one strategy, check that they compute the same, and time them in turns."""
     seed, data = jax.random.key(0), batches(STEPS_COMPARED, jdp.Plan(mesh).batch_sharding)
     setting = (mesh, data[0], seed)
     made = {"jdp": ours(strategy, None, *setting)}
@@ -158,7 +151,7 @@ def compare(strategy: str, mesh: Any, rounds: int) -> dict[str, Any]:
 
 
 def batches(count: int, sharding: Any) -> list[dict[str, jax.Array]]:
-    """Random tokens, one position in ten without weight."""
+    """Return batches of random tokens, with weight 0 at one position in ten."""
     rng, shape = np.random.default_rng(0), (ROWS, LENGTH)
 
     def batch() -> dict[str, np.ndarray]:
@@ -205,7 +198,7 @@ def report(strategy: str, found: dict[str, Any]) -> None:
 
 
 def loops() -> dict[int, float]:
-    """Microseconds an iteration of a loop that stacks 128 bytes, by the number of iterations."""
+    """Return number of iterations -> microseconds per iteration, for a loop that stacks 128 bytes in each."""
     found: dict[int, float] = {}
     for count in (64, 1024, 16384):
         loop = jax.jit(lambda x, count=count: jax.lax.scan(lambda x, _: (0.99 * x + 0.1, x), x, None, length=count)[1])
@@ -221,7 +214,7 @@ def _processor_seconds(call: Callable[..., Any], *given: Any) -> float:
 
 
 def headline(found: dict[str, Any]) -> str:
-    """The ratio of processor time to the hand's step of the chosen form, for each strategy."""
+    """Return for each strategy the ratio of processor time to the hand-written step of the chosen form."""
     ratios = {name: one["processor_ratio"][f"jdp / raw {FORM[one['chosen']]}"] for name, one in found.items()}
     return ", ".join(f"{r['median']:.3f} ± {r['error']:.3f} `{name}`" for name, r in ratios.items())
 

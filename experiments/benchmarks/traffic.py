@@ -1,26 +1,26 @@
-"""What a training step sends, against the design's contract: all strategies and partitionings, compiled for real GPUs.
+"""Compare the bytes that a training step sends with the contract, for all strategies, on programs for real GPUs.
 
     python experiments/benchmarks/traffic.py [--targets h100:1x8,h100:64x8] [--models gpt,unrolled,mlp] [--layers 2] …
 
-The steps are compiled, not run: no GPU is needed, but `pip install 'jdp[aot]'` and JAX_PLATFORMS=cpu. Models: gpt is
-gpt2-124m with fewer layers, two rows of 1024 tokens a device and microbatch; unrolled is the same with its layers one
-by one; untied with a matrix of its own for the logits; mlp is 784-2048-2048-2048-16. Bytes are counted in the compiled
-program, loop trip counts included. "wire" is what a device sends a step, by ring algorithms; "contract" the same for
-the row below, with psi parameters, c and r bytes an element of the working copy and of the reduced gradient (r = 4),
-and K microbatches. A step keeps it when it sends at most 1.02 times that, and by other kinds of collective at most 1%
-(`jdp.foresight.traffic.contract`). "*": what `partitioning=None` chooses.
+The steps are compiled, not run: this needs no GPU, but `pip install 'jdp[aot]'` and JAX_PLATFORMS=cpu. The model gpt is
+gpt2-124m with fewer layers, and two rows of 1024 tokens per device and microbatch; in unrolled the layers are compiled
+one by one; untied has a separate matrix for the logits; mlp is 784-2048-2048-2048-16. Bytes are counted in the compiled
+program, loop trip counts included. "wire" is the number of bytes that a device sends per step, by ring algorithms;
+"contract" is that number for the row below, with psi parameters, c and r bytes per element of the working copy and of
+the reduced gradient (r = 4), and K microbatches. A step keeps the contract if it sends at most 1.02 times that, and at
+most 1% by other kinds of collective (`jdp.foresight.traffic.contract`). "*" marks the choice of `partitioning=None`.
 
     ddp    all-reduce r psi
     zero1  reduce-scatter r psi      all-gather c psi
     zero2  reduce-scatter K r psi    all-gather c psi
-    zero3  reduce-scatter K r psi    all-gather at most 2 K c psi: what the step's own trace gathers
+    zero3  reduce-scatter K r psi    all-gather at most 2 K c psi: as much as the step's trace gathers
 
 Promised: every chosen partitioning keeps the contract.
 
-Measured 2026-11-28 for 8, 64 and 512 H100 (jax 0.10.2, Python 3.11.7), bf16, the chosen partitioning (manual in all):
+Measured 2026-11-28 for 8, 64 and 512 H100 (jax 0.10.2, Python 3.11.7), bf16, the chosen partitioning (always manual):
     --targets h100:1x8,h100:8x8,h100:64x8 --models gpt,unrolled,mlp --width 1024 --precisions bf16
     --partitionings chosen
-0 of 72 break it, and each sends 1.000 of its row. MiB a device:
+0 of 72 break the contract; each sends 1.000 of its row. MiB per device:
 
                   gpt                  unrolled             mlp
                   1x8   8x8   64x8     1x8   8x8   64x8     1x8   8x8   64x8
@@ -31,11 +31,11 @@ Measured 2026-11-28 for 8, 64 and 512 H100 (jax 0.10.2, Python 3.11.7), bf16, th
     zero3  K=1    410   462   468      431   485   492      64    72    73
            K=4    1641  1846  1872     1725  1941  1968     257   289   293
 
-The width is 1024 because 768, gpt2-124m's own, does not divide by 512: there zero1 K=1 sends 1.270 of the contract and
-zero3 reduces embedding and attention whole: both break it. With --replicas 64 (replica=64 x data=8) width 768 keeps it
-on 512 as well: 1.000 in all, zero3 0.839 and 0.822 of 2 K c psi.
+The width is 1024 because gpt2-124m's 768 does not divide by 512: with it zero1 K=1 sends 1.270 of the contract, and
+zero3 reduces embedding and attention unsharded, so both break it. With --replicas 64 (replica=64 x data=8) width 768
+keeps it on 512 too: 1.000 in all, zero3 0.839 and 0.822 of 2 K c psi.
 
-Measured 2026-11 for 8 H100, both partitionings, width 768: all 32 choices keep it. Wire bytes over the contract's:
+Measured 2026-11 for 8 H100, both partitionings, width 768: all 32 choices keep it. Wire bytes / contract:
 
     gpt, scanned        fp32 K=1         fp32 K=4         bf16 K=1         bf16 K=4
     auto / manual
@@ -44,17 +44,17 @@ Measured 2026-11 for 8 H100, both partitionings, width 768: all 32 choices keep 
     zero2               1.118 / 1.000*   1.188 / 1.000*   0.990 / 1.000*   0.987 / 1.000*
     zero3               0.833 / 0.755*   0.833 / 0.755*   0.809 / 0.816*   0.809 / 0.816*
 
-unrolled: the same to 0.01, but ddp in auto with K=4: 6.05 and 5.91. untied, fp32: auto is chosen except for ddp and
+unrolled: the same to 0.01, except ddp in auto with K=4: 6.05 and 5.91. untied, fp32: auto is chosen except for ddp and
 zero1 with K=4, and keeps it (1.000, 0.859, 0.859, 0.624; with K=4 zero2 0.774, zero3 0.624). mlp, fp32: both are 1.000
-(zero3 0.667), but zero1 in auto with K=4: 2.500. mlp, bf16: manual 1.000 (zero3 0.750); auto reduces in bf16 and sends
-half to two thirds of that, but zero1 with K=4: 1.667.
-jax 0.12.0.1, ddp and zero3 with K=4: the same, but gpt fp32 zero3 in auto 0.649.
+(zero3 0.667), except zero1 in auto with K=4: 2.500. mlp, bf16: manual 1.000 (zero3 0.750); auto reduces in bf16 and
+sends half to two thirds of that, except zero1 with K=4: 1.667.
+jax 0.12.0.1, ddp and zero3 with K=4: the same, except gpt fp32 zero3 in auto: 0.649.
 
-Measured 2026-11 for 64 H100 in 8 hosts, with other axes on the mesh (jax 0.10.2), bf16, the chosen partitioning (manual
-in all): --targets h100:8x8 --models gpt,unrolled --width 1024 --precisions bf16 --partitionings chosen, and
+Measured 2026-11 for 64 H100 in 8 hosts, with other axes on the mesh (jax 0.10.2), bf16, the chosen partitioning (always
+manual): --targets h100:8x8 --models gpt,unrolled --width 1024 --precisions bf16 --partitionings chosen, and
     --replicas 8 | --model-axis 8 | --model-axis 2
-0 of 48 break it. Wire bytes over the contract's, MiB a device in brackets; "apart": what the axis `model` sends of its
-own, activations, MiB a device (gpt and unrolled send the same):
+0 of 48 break it. Wire bytes / contract, with MiB per device in brackets; "apart": activations that are sent along the
+axis `model`, MiB per device (gpt and unrolled send the same):
 
                   replica=8 data=8   data=8 model=8   apart     data=32 model=2   apart
     ddp    K=1    1.000 (584)        1.000 (71)          84     1.000 (291)          48
@@ -66,14 +66,14 @@ own, activations, MiB a device (gpt and unrolled send the same):
     zero3  K=1    0.850 (496)        0.824 (59)          84     0.830 (242)          48
            K=4    0.836 (1790)       0.824 (235)        336     0.830 (967)         192
 
-Before the collectives along `data` were issued on the parts of an array manual sent 8 times
-as much with model=8: XLA gathered along `model` first. auto, fp32, untied, width 512, data=8 model=8: 1.000 (zero3
-0.975; zero1 with K=4 2.5), but the embedding's gradient makes an all-to-all of activations along data, 1.3 to 3% of the
-row: zero1-3 break it, and manual is chosen.
+Collectives along `data` are issued on the parts of an array; before that, manual sent 8 times as much with model=8,
+because XLA gathered along `model` first. auto, fp32, untied, width 512, data=8 model=8: 1.000 (zero3 0.975; zero1 with
+K=4 2.5), but the embedding's gradient makes an all-to-all of activations along data, 1.3 to 3% of the row, so zero1-3
+break it, and manual is chosen.
 
-Measured 2026-11 for 64 H100 (jax 0.10.2), images of 224 x 224, 32 a device and microbatch, bf16, the chosen
-partitioning (manual in all): --targets h100:8x8 --models resnet-50,vit-s16 --precisions bf16 --partitionings chosen.
-0 of 16 break it. "apart": the statistics of ResNet's batch norms, 0.8 MiB a device for each microbatch:
+Measured 2026-11 for 64 H100 (jax 0.10.2), images of 224 x 224, 32 per device and microbatch, bf16, the chosen
+partitioning (always manual): --targets h100:8x8 --models resnet-50,vit-s16 --precisions bf16 --partitionings chosen.
+0 of 16 break it. "apart": the statistics of ResNet's batch norms, 0.8 MiB per device for each microbatch:
 
                   resnet-50       apart   vit-s16
     ddp   K=1     1.002 (192)       0.8   1.000 (166)
@@ -85,13 +85,13 @@ partitioning (manual in all): --targets h100:8x8 --models resnet-50,vit-s16 --pr
     zero3 K=1     0.752 (144)       0.8   0.991 (164)
           K=4     0.750 (576)       3.2   0.991 (656)
 
-ResNet's blocks are no layer loop, so that zero3 gathers each kernel once a microbatch and keeps it for the backward
-pass. With the statistics counted, zero1 is at 1.009 with K=1, and at 1.025 with K=4, which would break it.
+ResNet's blocks are not a layer loop, so zero3 gathers each kernel once per microbatch and keeps it for the backward
+pass. With the statistics counted, zero1 has 1.009 with K=1, and 1.025 with K=4, which would break the contract.
 
 Measured 2026-11-27 with Muon (jax 0.10.2), bf16: --optimizer muon --models gpt --layers 4 --width 256 for 8, 64 and 512
 H100s: 1.000 of its row in 12 of 12 programs.
 
-Cost: about 5 s of processor time a program; the 72 took 26 minutes on two cores under a load of 8.
+Cost: about 5 s of processor time per program; the 72 took 26 minutes on two cores under a load of 8.
 """
 
 import argparse
@@ -154,21 +154,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Shape:
-    """What all cases share: layers and width of the gpts; the mesh's replicas, devices along `model`; the optimizer."""
+    """The settings that all cases share."""
 
-    layers: int
-    width: int
-    replicas: int
-    model: int
+    layers: int  # of the gpts
+    width: int  # of the gpts
+    replicas: int  # of the mesh
+    model: int  # devices along the mesh's axis `model`
     optimizer: str
 
     def axes(self) -> dict[str, int]:
-        """The mesh's, those of one device left out."""
+        """Return the mesh's axes, without axes of one device."""
         sizes = {"replica": self.replicas, "data": -1, "model": self.model}
         return {axis: size for axis, size in sizes.items() if size != 1}
 
     def rules(self, case: Case) -> list[tuple[str, PartitionSpec]]:
-        """After Megatron-LM: the first product of a pair by columns, the second by rows; the vocabulary's rows."""
+        """Return Megatron-LM's rules: the first product of a pair by columns, the second by rows; the table by rows."""
         if self.model == 1 or case.model not in ("gpt", "unrolled"):
             return []
         stacked = (None,) if case.model == "gpt" else ()
@@ -209,7 +209,7 @@ LOSSES = {GPTConfig: gpt_loss, MLPConfig: mlp_loss, ResNetConfig: image_loss, Vi
 
 
 def abstract_batch(case: Case, config: ModelConfig, devices: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """`devices`: those that share the batch."""
+    """Return the shapes of a global batch, which is divided among `devices` devices."""
     if isinstance(config, ResNetConfig | ViTConfig):
         rows = 32 * devices * case.accumulate
         images = (rows, config.image_size, config.image_size, 3)
@@ -224,7 +224,7 @@ def abstract_batch(case: Case, config: ModelConfig, devices: int) -> dict[str, j
 
 
 def compile_case(case: Case, *, shape: Shape, on: dict[str, Target], partitionings: list[str]) -> list[dict[str, Any]]:
-    """A row for each partitioning; "chosen" is the one that `partitioning=None` picks."""
+    """Return a row for each partitioning; "chosen" is the choice of `partitioning=None`."""
     config, devices = configuration(case.model, shape), on[case.target].devices
     plan = jdp.Plan(jdp.make_mesh(devices=devices, **shape.axes()), case.strategy, rules=shape.rules(case))
     state = jdp.abstract_state(
@@ -233,7 +233,7 @@ def compile_case(case: Case, *, shape: Shape, on: dict[str, Target], partitionin
     batch, loss_fn = abstract_batch(case, config, plan.batch_shards), LOSSES[type(config)]
     settings = {"accumulate": case.accumulate, "precision": case.precision, "clip_norm": 1.0}
     undecided = jdp.make_train_step(loss_fn, plan, **settings)
-    jax.eval_shape(undecided, state, batch)  # chooses while it is traced
+    jax.eval_shape(undecided, state, batch)  # the choice is made during tracing
     rows = []
     for partitioning in [undecided.partitioning if name == "chosen" else name for name in partitionings]:
         step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning, **settings)
@@ -245,7 +245,7 @@ def compile_case(case: Case, *, shape: Shape, on: dict[str, Target], partitionin
 
 
 def sent(found: Report) -> dict[str, Any]:
-    """What a report says of the traffic."""
+    """Return the numbers of a report about traffic."""
     return {
         "wire_bytes": found.wire_bytes_per_device,
         "contract_bytes": found.theory_wire_bytes_per_device,
@@ -260,7 +260,7 @@ def sent(found: Report) -> dict[str, Any]:
 
 
 def show(case: Case, rows: list[dict[str, Any]], *, with_header: bool) -> None:
-    """Print sizes in MiB; the columns by kind are payload; "apart": on the wire, but not compared with the contract."""
+    """Print sizes in MiB: payload by kind of collective; "apart" is sent, but not compared with the contract."""
     if with_header:
         kinds = " ".join(f"{kind:>14}" for kind in COLUMNS)
         print(f"MiB{'':40}    wire contract  ratio        {kinds}  other  temp    apart")
@@ -278,7 +278,7 @@ def show(case: Case, rows: list[dict[str, Any]], *, with_header: bool) -> None:
 
 
 def reasons(rows: list[dict[str, Any]]) -> None:
-    """What was chosen, and why, and whether it keeps the contract."""
+    """Print the choices with their reasons, and how many break the contract."""
     chosen = [row for row in rows if row["chosen"]]
     for why, same in itertools.groupby(sorted(chosen, key=lambda row: row["why"]), key=lambda row: row["why"]):
         group = list(same)
@@ -288,7 +288,7 @@ def reasons(rows: list[dict[str, Any]]) -> None:
 
 
 def headline(rows: list[dict[str, Any]], given: argparse.Namespace) -> Row:
-    """The largest ratio of the chosen partitioning under each strategy."""
+    """Return the row of the README's table: for each strategy the largest ratio of the chosen partitioning."""
     chosen = [row for row in rows if row["chosen"]]
     most = {name: max(r["ratio"] for r in chosen if r["strategy"] == name) for name in given.strategies.split(",")}
     axes = {"replica": given.replicas, "model": given.model_axis}
@@ -304,16 +304,16 @@ def headline(rows: list[dict[str, Any]], given: argparse.Namespace) -> Row:
 def main() -> None:
     options = parser(__file__, __doc__)
     options.add_argument("--targets", default="h100:1x8", help="see jdp.foresight.targets")
-    options.add_argument("--models", default="gpt,mlp", help="of gpt, unrolled, untied, mlp, and the names in SIZES")
-    options.add_argument("--layers", type=int, default=2, help="of the gpt")
-    options.add_argument("--width", type=int, default=768, help="of the gpt; 64 a head")
-    options.add_argument("--replicas", type=int, default=1, help="of the mesh")
+    options.add_argument("--models", default="gpt,mlp", help="of gpt, unrolled, untied, mlp and the names in SIZES")
+    options.add_argument("--layers", type=int, default=2, help="layers of the gpt")
+    options.add_argument("--width", type=int, default=768, help="width of the gpt; a head has 64")
+    options.add_argument("--replicas", type=int, default=1, help="size of the mesh's axis `replica`")
     options.add_argument("--model-axis", type=int, default=1, help="devices that share each layer of the gpts")
     options.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS])
     options.add_argument("--precisions", default="fp32,bf16")
     options.add_argument("--strategies", default="ddp,zero1,zero2,zero3")
     options.add_argument("--accumulate", default="1,4")
-    options.add_argument("--partitionings", default="auto,manual", help="of auto, manual, chosen")
+    options.add_argument("--partitionings", default="auto,manual", help="any of auto, manual, chosen")
     options.add_argument("--workers", type=int, default=os.cpu_count())
     given = options.parse_args()
     fields = (given.models, given.targets, given.precisions, given.strategies, given.accumulate)

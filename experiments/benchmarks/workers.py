@@ -1,8 +1,8 @@
-"""Contenders that are processes of their own, which take turns: what one sets for its whole process is its alone.
+"""Contenders that run in separate processes and take turns, so that settings of a whole process affect only one.
 
-A worker answers each line it reads, a number of steps, with one JSON line: processor seconds of all its threads,
-seconds by the clock, page faults, and the last loss. Nothing but Python is needed here: a worker's Python may be
-another.
+A worker reads lines, each a number of steps, and answers each with one JSON line: processor seconds of all its threads,
+wall seconds, page faults, and the last loss. This module imports only Python's library, because workers may run under
+different Pythons.
 """
 
 import json
@@ -17,11 +17,7 @@ from typing import Any
 
 
 def serve(step: Callable[[], float]) -> None:
-    """In a worker: run as many steps as each line of stdin says, and answer what they took.
-
-    Args:
-        step: does one step, and returns its loss when it is done.
-    """
+    """In a worker: for each line of stdin run that number of steps, and print their cost; `step` returns its loss."""
     for line in sys.stdin:
         loss, wall, before = 0.0, time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
         for _ in range(int(line)):
@@ -46,7 +42,7 @@ class Team:
 
     @classmethod
     def start(cls, name: str, commands: Sequence[tuple[list[str], dict[str, str]]]) -> "Team":
-        """Start one process for each command with its additions to the environment, and let it make two steps."""
+        """Start a process for each (command, variables to add to the environment), and run two steps."""
         members = [
             subprocess.Popen(
                 command, env=os.environ | variables, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -58,7 +54,7 @@ class Team:
         return team
 
     def run(self, steps: int) -> dict[str, float]:
-        """Return what one step took, of so many: processor time and faults of all members, time of the slowest."""
+        """Run steps; return the mean cost of one: processor time and faults of all members, longest wall time."""
         for member in self.members:
             assert member.stdin is not None
             member.stdin.write(f"{steps}\n")

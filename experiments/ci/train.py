@@ -1,7 +1,7 @@
 """A training step in plain JAX and optax, with weights and Adam's moments sharded over all devices.
 
-It imports nothing of jdp. `make_step` returns the jitted step with abstract arguments, for `jdp verify` (`verify.yml`);
-`python train.py` trains on the devices at hand.
+It does not import jdp. `make_step` returns the jitted step with abstract arguments, for `jdp verify` (`verify.yml`);
+`python train.py` trains on this machine's devices.
 """
 
 import jax
@@ -29,7 +29,7 @@ def make_step():
     def loss_fn(params, x, y):
         for layer in params:
             x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
-            x = jax.lax.with_sharding_constraint(x, by_rows)  # rows stay on their devices, weights travel
+            x = jax.lax.with_sharding_constraint(x, by_rows)  # weights are gathered, not rows
         return jnp.mean((x - y) ** 2)
 
     def step(params, opt_state, x, y):
@@ -38,7 +38,7 @@ def make_step():
         return optax.apply_updates(params, updates), opt_state, loss
 
     def abstract(leaf):
-        """Shard a matrix by its columns, and leave the rest whole."""
+        """Return a matrix's shape, sharded by its columns; other arrays stay unsharded."""
         spec = P(None, "data") if len(leaf.shape) == 2 else P()
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 

@@ -1,6 +1,6 @@
 """Processes of one cluster, for the lessons that measure a real exchange: each has one CPU device, or its GPUs.
 
-Also the time of an all-reduce between them, α + bytes / β, and of a step that overlaps several with its backward pass.
+Also: the time of an all-reduce between them, α + bytes / β; and of a step that overlaps several with its backward pass.
 """
 
 import json
@@ -26,11 +26,9 @@ _GIVEN = "JDP_LESSON_GIVEN"
 
 
 def in_processes(lesson: str, processes: int, **given: Any) -> Any:
-    """Run a lesson as each process of a cluster here; return process 0's result of `measure_here(**given)`.
+    """Run a lesson as several processes of a cluster; return process 0's `measure_here(**given)`, a JSON value.
 
-    Args: lesson: its `__file__`; its last lines are
-        `if __name__ == "__main__" and not is_one_of_several(measure_here)`. processes: how many. given: JSON values;
-        the result is one too.
+    `lesson` is its `__file__`, which ends with `if __name__ == "__main__" and not is_one_of_several(measure_here)`.
     """
     environment = dict(os.environ)
     if len(visible_gpus(environment)) < processes:
@@ -65,7 +63,7 @@ def spread(block: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 def all_reduce_seconds(sizes: Sequence[int], mesh: Mesh, rounds: int) -> list[tuple[int, float]]:
-    """Time an all-reduce of each size, in bytes; ten in one call, so that calling counts a tenth. The least counts."""
+    """Return the least time of an all-reduce of each size in bytes; ten per call, to spread the cost of the call."""
 
     def ten(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 10, lambda _, y: jax.lax.psum(y, "data") * 0.5, x)

@@ -1,7 +1,7 @@
-"""Metrics of any shape: a confusion matrix, the accuracy of each class, and the mean image of what was got wrong.
+"""Metrics of any shape: a confusion matrix, the accuracy of each class, and the mean image of the wrong answers.
 
-The one word: the metrics of `jdp.Loss`. Each is an array summed over examples; it comes back summed over all devices
-and microbatches, and divided by the weight, or by a weight of its own: a scalar, or one for each element.
+The one word: the metrics of `jdp.Loss`. Each is an array, summed over the examples. It is summed over all devices and
+microbatches, and divided by the loss's weight, or by its own weight: a scalar, or an array of its shape.
 
     python experiments/loops/array_metrics.py zero3
 """
@@ -29,14 +29,14 @@ def loss_fn(params, batch, rng):
     wrong = (answer != batch["label"]).astype(jnp.float32)
     metrics = {
         "confusion": jnp.einsum("ri,rj->ij", of_class, jax.nn.one_hot(answer, CLASSES)),  # share of all examples
-        "recall": (((1 - wrong)[:, None] * of_class).sum(0), of_class.sum(0)),  # of each class; NaN if there is none
-        "wrong": (jnp.einsum("r,rhw->hw", wrong, batch["image"]), wrong.sum()),  # the mean image of what was got wrong
+        "recall": (((1 - wrong)[:, None] * of_class).sum(0), of_class.sum(0)),  # by class; NaN for an absent class
+        "wrong": (jnp.einsum("r,rhw->hw", wrong, batch["image"]), wrong.sum()),  # the mean wrong image
     }
     return jdp.Loss(nll.sum(), rows, metrics)
 
 
 def train(plan, steps=3, **settings):
-    """Return the metrics of each step, and the parameters; `settings` are those of the gradient."""
+    """Return the metrics of each step, and the parameters; `settings` are options of `jdp.value_and_grad`."""
     params = jdp.init(init, plan, rng=jax.random.key(0))
     gradient = jdp.value_and_grad(loss_fn, plan, **settings)
 

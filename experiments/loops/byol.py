@@ -1,7 +1,7 @@
-"""BYOL: a network predicts what its own moving average sees in another view of the same image.
+"""BYOL: a network predicts the features that its own moving average computes from another view of the same image.
 
-The one word: `jdp.value_and_grad`, which writes batch statistics back into the modules: those of all devices' rows. The
-target is the average of the online network: both rest sharded alike, so the average is taken shard by shard. Grill et
+The one word: `jdp.value_and_grad`, which writes batch statistics, over all devices' rows, back into the modules. The
+target is the average of the online network. Both are sharded alike, so the average is computed shard by shard. Grill et
 al. 2020, arXiv:2006.07733.
 
     python experiments/loops/byol.py zero3

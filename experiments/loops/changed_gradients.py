@@ -1,8 +1,8 @@
-"""Gradients of your own making: those of two tasks, of which each loses what would undo the other, then clipped.
+"""Changed gradients: of two tasks, each gradient loses its part that points against the other; the sum is clipped.
 
-The one word: `jdp.value_and_grad`, twice. Between it and the update, gradients are global arrays that rest as the
-parameters do: any function of them is right, and is computed shard by shard. Yu et al. 2020, arXiv:2001.06782,
-"Gradient surgery for multi-task learning", algorithm 1.
+The one word: `jdp.value_and_grad`, twice. Its gradients are global arrays, sharded as the parameters are, so any
+function of them is right, and is computed shard by shard. Yu et al. 2020, arXiv:2001.06782, "Gradient surgery for
+multi-task learning", algorithm 1.
 
     python experiments/loops/changed_gradients.py zero2
 """
@@ -35,7 +35,7 @@ def loss_of(task: int):
 
 
 def without_conflict(grads, other):
-    """Return gradients without their part along `other`, where the two point against each other."""
+    """Return gradients without their part along `other`, if the two point against each other."""
     along = optax.tree.vdot(grads, other) / optax.tree.norm(other, squared=True)
     return jax.tree.map(lambda g, o: g - jnp.minimum(along, 0) * o, grads, other)
 

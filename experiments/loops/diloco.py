@@ -1,7 +1,8 @@
-"""DiLoCo: two islands of devices train by themselves, and agree on their weights once in H steps.
+"""DiLoCo: two islands of devices train separately, and agree on their weights once in H steps.
 
-The one word: `jdp.make_mesh(devices=...)`. Each island has a mesh, a plan and a state of its own, and takes ordinary
-steps; nothing crosses the slow links meanwhile. Then every device sends its shard of Δ, how far its island moved:
+The one word: `jdp.make_mesh(devices=...)`. Each island has its own mesh, plan and state, and takes ordinary steps,
+during which nothing crosses the slow links. Then every device sends its shard of Δ, the distance that its island has
+moved:
 
     Δ = θ - mean of the islands' weights        m ← μ · m + Δ        θ ← θ - η · (Δ + μ · m)
 
@@ -24,7 +25,7 @@ from story import tell
 
 import jdp
 
-FEATURES, WIDTH, ROWS, ISLANDS, STEPS = 8, 16, 32, 2, 4  # rows of all islands' one step; H steps a round
+FEATURES, WIDTH, ROWS, ISLANDS, STEPS = 8, 16, 32, 2, 4  # ROWS of one step of all islands; STEPS is H
 TX, RATE, MOMENTUM = optax.adamw(1e-2), 0.7, 0.9
 
 
@@ -39,7 +40,7 @@ def loss_fn(params, batch, rng):
 
 
 def rounds(steps):
-    """Yield the batch of each round, on the host: {"x": [islands, steps of a round, rows of a step, features], ...}."""
+    """Yield each round's batch, on the host: {"x": [islands, steps, rows of an island's step, features], ...}."""
     random = np.random.default_rng(0)
     for _ in range(steps):
         x = random.normal(size=(ISLANDS, STEPS, ROWS // ISLANDS, FEATURES)).astype("float32")
@@ -47,21 +48,21 @@ def rounds(steps):
 
 
 def stacked(mesh, *leaves):
-    """Return one array [islands, ...] of the islands' own; every shard stays on its device."""
+    """Return the islands' arrays as one array [islands, ...]; every shard stays on its device."""
     shards = [shard.data[None] for leaf in leaves for shard in leaf.addressable_shards]
     sharding = NamedSharding(mesh, P("replica", *leaves[0].sharding.spec))
     return jax.make_array_from_single_device_arrays((ISLANDS, *leaves[0].shape), sharding, shards)
 
 
 def on_island(mesh, leaf):
-    """Return an island's part of an array that all islands have, in memory of its own: a step donates its state."""
+    """Return an island's part of an array that all islands have, copied, because a step donates its state."""
     shards = [shard.data for shard in leaf.addressable_shards if shard.device in mesh.devices]
     sharding = NamedSharding(mesh, leaf.sharding.spec)
     return jnp.copy(jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards))
 
 
 def train(plan, steps=2):
-    """Return each island's loss of the last step of each round, and the weights that the islands agree on."""
+    """Return each island's loss in the last step of each round, and the weights that the islands agree on."""
     devices, key = np.array(plan.mesh.devices.flat).reshape(ISLANDS, -1), jax.random.key(0)
     everywhere = jdp.make_mesh(devices=list(devices.flat), replica=ISLANDS, data=-1)  # `replica` is the slow links
     islands = [jdp.make_mesh(devices=list(own), data=-1) for own in devices]
@@ -81,7 +82,7 @@ def train(plan, steps=2):
     measured = []
     for batch in rounds(steps):
         losses = []
-        for i, train_step in enumerate(train_steps):  # a call returns before its step is done: islands run together
+        for i, train_step in enumerate(train_steps):  # islands overlap: a call returns before its step is done
             for h in range(STEPS):
                 states[i], metrics = train_step(states[i], jax.tree.map(lambda x, i=i, h=h: x[i, h], batch))
             losses.append(metrics["loss"])

@@ -1,7 +1,7 @@
-"""Distillation: a student learns what a frozen teacher says.
+"""Distillation: a student learns the answers of a frozen teacher.
 
-The one word: `jdp.value_and_grad`, whose loss takes two models and differentiates the first. The teacher has neither
-gradient nor optimizer; it rests sharded and is gathered as the student is. Hinton et al. 2015, arXiv:1503.02531.
+The one word: `jdp.value_and_grad`, whose loss takes two models, and which differentiates the first. The teacher has
+neither gradient nor optimizer; it is sharded and gathered like the student. Hinton et al. 2015, arXiv:1503.02531.
 
     python experiments/loops/distillation.py zero3
 """
@@ -24,7 +24,7 @@ def network(width: int, rngs: nnx.Rngs) -> nnx.Sequential:
 
 
 def loss_fn(student, teacher, batch, rng):
-    """Return the cross-entropy of the student's answers with the teacher's, both softened."""
+    """Return the cross-entropy between the teacher's and the student's answers, both softened."""
     target = jax.nn.softmax(teacher(batch["x"]) / TEMPERATURE)
     answer = student(batch["x"])
     nll = TEMPERATURE**2 * optax.softmax_cross_entropy(answer / TEMPERATURE, target)

@@ -1,8 +1,8 @@
 """Direct preference optimization: a policy learns from pairs of answers, and stays near a frozen reference.
 
-The one word: `jdp.value_and_grad` with two pytrees, the reference read only, and `accumulate=2` microbatches. A pair is
-one example: both of its answers are in one row. `gradient.check` tries the loss on a few rows, which cannot be done
-inside the jitted step. Rafailov et al. 2023, arXiv:2305.18290, equation 7.
+The one word: `jdp.value_and_grad` with two pytrees, of which it differentiates only the policy, and `accumulate=2`
+microbatches. A pair is one example: both of its answers are in one row. `gradient.check` tries the loss on a few rows,
+which is impossible inside the jitted step. Rafailov et al. 2023, arXiv:2305.18290, equation 7.
 
     python experiments/loops/dpo.py zero2
 """
@@ -19,7 +19,7 @@ TOKENS, WIDTH, LENGTH, ROWS, BETA = 16, 8, 6, 32, 0.5
 
 
 def init(rng):
-    """Return a language model that sees one token: an embedding and a head."""
+    """Return a language model that reads one token: an embedding and a head."""
     embedding, head = jax.random.split(rng)
     return {
         "embedding": jax.random.normal(embedding, (TOKENS, WIDTH)),
@@ -45,7 +45,7 @@ def train(plan, steps=3):
     """Return the loss and the mean margin of each step, and the policy."""
     tx = optax.adam(3e-2)
     policy = reference = jdp.init(init, plan, rng=jax.random.key(0))
-    policy = jax.tree.map(jnp.copy, policy)  # a step takes the policy's memory, and the reference keeps its own
+    policy = jax.tree.map(jnp.copy, policy)  # a step donates the policy, but not the reference
     opt_state = jdp.init(tx.init, plan, of=policy)
     gradient = jdp.value_and_grad(loss_fn, plan, accumulate=2)
     random = np.random.default_rng(0)

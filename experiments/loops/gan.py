@@ -1,8 +1,8 @@
-"""A GAN: two modules, two optimizers, each updated by the gradient of a loss of its own that reads the other model.
+"""A GAN: two modules with two optimizers; the loss of each module also reads the other module.
 
-The one word: `jdp.value_and_grad`, once for each loss. What it does not differentiate is only gathered. The noise is
-drawn in the loss, by global row: it is the same on any number of devices. Goodfellow et al. 2014, arXiv:1406.2661, with
-the loss that does not saturate.
+The one word: `jdp.value_and_grad`, once for each loss. The module that it does not differentiate is only gathered. The
+noise is drawn in the loss by global row, so it is the same on any number of devices. Goodfellow et al. 2014,
+arXiv:1406.2661, with the loss that does not saturate.
 
     python experiments/loops/gan.py zero2
 """

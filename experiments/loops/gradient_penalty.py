@@ -1,4 +1,4 @@
-"""A gradient penalty: the loss has a gradient in it, here of a critic by each of its inputs, as in WGAN-GP.
+"""A gradient penalty: the loss contains a gradient, here that of a critic with respect to each input, as in WGAN-GP.
 
 The one word: `jdp.value_and_grad`, which differentiates the loss once more. The penalty is a term of each example, so
 the total stays a sum over examples, and may be computed on parts of the batch. Gulrajani et al. 2017, arXiv:1704.00028.
@@ -23,12 +23,12 @@ def init(rng):
 
 
 def critic(params, x):
-    """Return how real one example looks, a scalar, for x [features]."""
+    """Return the critic's score of one example x [features], a scalar."""
     return jnp.tanh(x @ params["first"]) @ params["last"]
 
 
 def loss_fn(params, batch, rng):
-    """Return fake − real + 10 (‖∇ critic‖ − 1)², the gradient being taken between a real and a fake example."""
+    """Return fake − real + 10 (‖∇ critic‖ − 1)², with the gradient at a point between a real and a fake example."""
     share = jax.random.uniform(rng, (batch["real"].shape[0], 1))
     between = share * batch["real"] + (1 - share) * batch["fake"]
     value = jax.vmap(critic, (None, 0))
@@ -38,7 +38,7 @@ def loss_fn(params, batch, rng):
 
 
 def train(plan, steps=3, **settings):
-    """Return the loss and the mean slope of each step, and the critic; `settings` are those of the gradient."""
+    """Return the loss and mean slope of each step, and the critic; `settings` are options of `jdp.value_and_grad`."""
     tx = optax.adam(1e-2)
     params = jdp.init(init, plan, rng=jax.random.key(0))
     opt_state = jdp.init(tx.init, plan, of=params)

@@ -1,8 +1,8 @@
-"""grain feeds a plain Flax loop: one shuffled order over all epochs, of which each process reads its own rows.
+"""grain feeds a plain Flax loop: one shuffled order over all epochs, from which each process reads its own rows.
 
-The one word: `jdp.process_rows`, in the map from a process' rows to the order's. grain's own `dataset[i::processes]`
-gives each process other rows too, but not the ones that its devices hold in the global batch: wrong as soon as two
-processes hold the same rows (an axis of the model's across hosts), and another order for another number of processes.
+The one word: `jdp.process_rows`, in the map from a process' rows to the order's. grain's `dataset[i::processes]` also
+gives different rows to each process, but not the rows that its devices hold in the global batch. That is wrong if two
+processes hold the same rows (an axis of the model across hosts), and the order depends on the number of processes.
 Without either, every process feeds the same rows, and a step learns from them several times.
 
     python experiments/loops/grain_loader.py zero2
@@ -23,7 +23,7 @@ EXAMPLES, ROWS, EPOCHS, LENGTH = 48, 32, 2, 16
 
 
 class Waves:
-    """Sines of several frequencies, noisy: what grain calls a random access source."""
+    """Sines of several frequencies: a random access source of grain."""
 
     def __len__(self):
         return EXAMPLES
@@ -34,7 +34,7 @@ class Waves:
 
 
 class Noisy(grain.transforms.RandomMap):
-    """Add noise, drawn by the example's place in the order: the same for any number of processes."""
+    """Add noise, drawn by the example's position in the order, so that it does not depend on the processes."""
 
     def random_map(self, example, rng):
         noise = 0.2 * rng.normal(size=LENGTH).astype("float32")
@@ -42,7 +42,7 @@ class Noisy(grain.transforms.RandomMap):
 
 
 def loader(rows):
-    """Return batches of these rows of each global batch; the epochs follow one another without a break."""
+    """Return batches of these rows of each global batch; epochs follow one another without a break."""
     order = grain.MapDataset.source(Waves()).seed(0).shuffle().repeat(EPOCHS).random_map(Noisy())
 
     def own(position):
@@ -55,7 +55,7 @@ def loader(rows):
 
 
 def network(rngs: nnx.Rngs) -> nnx.Sequential:
-    """Return what takes noise away."""
+    """Return a network that removes noise."""
     return nnx.Sequential(nnx.Linear(LENGTH, 32, rngs=rngs), nnx.gelu, nnx.Linear(32, LENGTH, rngs=rngs))
 
 

@@ -1,8 +1,8 @@
-"""PPO: a policy plays many games at once, then learns from what it did, in several epochs of minibatches.
+"""PPO: a policy plays many games at once, then learns from them in several epochs of minibatches.
 
 The one word: `jdp.value_and_grad`, in a loop over epochs and minibatches inside one jitted function. The rollout is
-plain JAX, and XLA gathers the policy's weights for it. A minibatch is taken from the rollout's rows by a permutation of
-all of them; its ratios come back by row (`has_aux`). Schulman et al. 2017, arXiv:1707.06347, equation 7; the critic is
+plain JAX, for which XLA gathers the policy's weights. A minibatch is chosen from the rollout's rows by a permutation of
+all rows; the ratios are returned by row (`has_aux`). Schulman et al. 2017, arXiv:1707.06347, equation 7; the critic is
 a second head.
 
     python experiments/loops/ppo.py zero1
@@ -19,7 +19,7 @@ GAMES, LENGTH, EPOCHS, MINIBATCHES, WIDTH, CLIP, DISCOUNT = 16, 4, 2, 2, 16, 0.2
 
 
 def init(rng):
-    """Return a policy for the plane: position -> mean of a step, and the value of being there."""
+    """Return a policy for the plane: position -> mean of the next step, and the position's value."""
     hidden, heads = jax.random.split(rng)
     return {"hidden": jax.random.normal(hidden, (2, WIDTH)), "heads": 0.1 * jax.random.normal(heads, (WIDTH, 3))}
 
@@ -35,7 +35,7 @@ def log_probability(mean, move):
 
 
 def rollout(policy, rng):
-    """Play: from random positions, a reward for each step that ends near 0. Return rows, [games × length, ...]."""
+    """Play from random positions, with a reward for steps that end near 0. Return rows, [games × length, ...]."""
     start, moves = jax.random.split(rng)
 
     def play(position, key):

@@ -1,8 +1,8 @@
 """Differentially private SGD: each example's own gradient is clipped, and noise is added to their sum.
 
-The one word: `jdp.Loss`. Its total is Σ cᵢ · lossᵢ with each example's clipping factor cᵢ held constant, so that the
-gradient of the total is the sum of the clipped gradients: a sum over examples like any other. Per-example gradients
-exist inside the loss only, of one device's rows at a time. Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
+The one word: `jdp.Loss`. Its total is Σ cᵢ · lossᵢ, with each example's clipping factor cᵢ held constant, so its
+gradient is the sum of the clipped gradients: an ordinary sum over examples. Per-example gradients exist only inside the
+loss, for one device's rows at a time. Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
 
     python experiments/loops/private.py zero2
 """
@@ -28,7 +28,7 @@ def example_loss(params, example):
 
 
 def loss_fn(params, batch, rng):
-    """Return a loss whose gradient is the sum of the examples' gradients, each no longer than CLIP."""
+    """Return a loss whose gradient is the sum of the examples' gradients, each with a norm of at most CLIP."""
     grads = jax.vmap(jax.grad(example_loss), (None, 0))(params, batch)
     norms = jax.vmap(optax.tree.norm)(grads)
     factors = jax.lax.stop_gradient(jnp.minimum(1, CLIP / norms))
@@ -46,7 +46,7 @@ def train(plan, steps=3):
     def step(params, batch, rng):
         metrics, grads = gradient(params, batch, rng)
         noise = optax.tree.random_like(rng, grads, jax.random.normal)
-        noise = jdp.place(noise, plan)  # made where the gradients lie; the same numbers on any mesh
+        noise = jdp.place(noise, plan)  # sharded like the gradients; the same numbers on any mesh
         grads = jax.tree.map(lambda g, n: g + NOISE * CLIP / ROWS * n, grads, noise)
         params = jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
         return params, jnp.stack([metrics["mean"], metrics["clipped"]])

@@ -1,7 +1,7 @@
-"""Several steps in one call: a `jax.lax.scan` over the batches of a round, so that the host waits once a round.
+"""Several steps in one call: a `jax.lax.scan` over the batches of a round, so the host waits once per round.
 
-The one word: `jdp.value_and_grad`, in the body of a scan. The batches of a round lie on one array, [steps, rows, ...],
-rows sharded; parameters and optimizer state keep their layout from step to step.
+The one word: `jdp.value_and_grad`, in the body of a scan. The batches of a round are one array, [steps, rows, ...],
+with sharded rows; parameters and optimizer state keep their sharding from step to step.
 
     python experiments/loops/several_steps.py zero1
 """
@@ -30,7 +30,7 @@ def loss_fn(params, batch, rng):
 
 
 def train(plan, steps=2, **settings):
-    """Return the losses of each round of steps, and the parameters; `settings` are those of the gradient."""
+    """Return the losses of each round of steps, and the parameters; `settings` are options of `jdp.value_and_grad`."""
     tx = optax.adam(1e-2)
     params = jdp.init(init, plan, rng=jax.random.key(0))
     opt_state = jdp.init(tx.init, plan, of=params)

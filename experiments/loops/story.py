@@ -12,15 +12,15 @@ import jdp
 
 
 def tell(train: Callable[[jdp.Plan], tuple[Any, Any]]) -> None:
-    """Train under the strategy that the command line names, on this machine's GPUs or eight virtual CPU devices.
+    """Train under the strategy on the command line, on this machine's GPUs or eight virtual CPU devices.
 
     Args:
-        train: as in each program: plan -> (what it measured in each step, its models).
+        train: a program's function, plan -> (the measurements of each step, its models).
     """
-    if "JDP_NUM_PROCESSES" not in os.environ:  # `jdp launch` says how many devices each process has
+    if "JDP_NUM_PROCESSES" not in os.environ:  # `jdp launch` sets the number of devices
         jax.config.update("jax_num_cpu_devices", 8)
     jdp.initialize()
-    plan = jdp.Plan(jdp.make_mesh(data=-1), *sys.argv[1:2], min_shard_size=0)  # 0: models as small as these are sharded
+    plan = jdp.Plan(jdp.make_mesh(data=-1), *sys.argv[1:2], min_shard_size=0)  # 0: shard these small models
     measured, _ = train(plan)
     if jax.process_index():
         return

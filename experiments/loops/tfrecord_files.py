@@ -1,7 +1,7 @@
-"""TFRecord files without TensorFlow: where each record begins, a record checked, and its `tf.train.Example` as arrays.
+"""TFRecord files without TensorFlow: the offsets of records, checked records, and a `tf.train.Example` as arrays.
 
-A record is its length (8 bytes), that length's checksum (4), the data, and its checksum (4): CRC-32C, masked
-(https://www.tensorflow.org/tutorials/load_data/tfrecord). Examples are read by protobuf. `pip install google-crc32c`.
+A record is its length (8 bytes), the length's checksum (4), the data, and the data's checksum (4): CRC-32C, masked
+(https://www.tensorflow.org/tutorials/load_data/tfrecord). protobuf parses the examples. `pip install google-crc32c`.
 """
 
 import struct
@@ -32,7 +32,7 @@ DTYPES = {"int64_list": "int64", "float_list": "float32", "bytes_list": "object"
 
 
 def record_offsets(path):
-    """Return where each record of a file begins: all that is read of it are the headers."""
+    """Return the offset of each record of a file; only the headers are read."""
     offsets, offset, size = [], 0, path.stat().st_size
     with path.open("rb") as file:
         while offset < size:
@@ -45,14 +45,14 @@ def record_offsets(path):
 
 
 def read_record(path, offset):
-    """Return the bytes of the record that begins there."""
+    """Return the bytes of the record at an offset."""
     with path.open("rb") as file:
         (length,) = LENGTH.unpack(_checked(file, offset, LENGTH.size))
         return _checked(file, offset + LENGTH.size + CHECKSUM.size, length)
 
 
 def as_arrays(record):
-    """Return the features of a serialised `tf.train.Example`: name -> NumPy array of one dimension."""
+    """Return the features of a serialised `tf.train.Example`: name -> NumPy array [n]."""
     features = Example.FromString(record).features.feature
     kinds = ((name, feature, feature.WhichOneof("kind")) for name, feature in features.items())
     return {name: np.array(getattr(feature, kind).value, DTYPES[kind]) for name, feature, kind in kinds if kind}
@@ -71,7 +71,7 @@ def write_records(path, examples):
 
 
 def _checked(file, offset, size):
-    """Read `size` bytes and the checksum behind them."""
+    """Return `size` bytes, after comparing them with the checksum that follows."""
     file.seek(offset)
     data = file.read(size + CHECKSUM.size)
     if len(data) < size + CHECKSUM.size or data[size:] != CHECKSUM.pack(_masked_crc(data[:size])):

@@ -1,8 +1,8 @@
 """TFRecord files feed a plain Flax loop, without TensorFlow (`tfrecord_files.py` reads them).
 
-The one word: `jdp.process_rows`, of one order over all records of all files. The usual way is some files for each
-process: then processes end at different times, and hang; and another number of processes has another order. Here each
-process finds where every record begins, for which it reads headers only, and reads the rows that its devices hold.
+The one word: `jdp.process_rows`, for one order over all records of all files. The usual way gives some files to each
+process: then processes end at different times, and hang, and the order depends on the number of processes. Here each
+process finds the offset of every record, for which it reads only headers, and reads the rows that its devices hold.
 
     python experiments/loops/tfrecords.py zero3
     jdp launch -n 2 --devices-per-process 4 -- experiments/loops/tfrecords.py zero3
@@ -25,7 +25,7 @@ EXAMPLES, FILES, ROWS, EPOCHS, FEATURES = 90, 3, 32, 2, 8
 
 
 def write_data(folder):
-    """Write three files; in all processes the same."""
+    """Write three files, the same in all processes."""
     random = np.random.default_rng(0)
     for number in range(FILES):
         x = random.normal(size=(EXAMPLES // FILES, FEATURES))
@@ -33,7 +33,7 @@ def write_data(folder):
 
 
 def loader(folder, rows, seed=0):
-    """Yield batches of these rows of each global batch; the last one is filled up with rows of weight 0."""
+    """Yield batches of these rows of each global batch; rows of weight 0 fill the last batch."""
     records = [(path, offset) for path in sorted(folder.glob("*.tfrecord")) for offset in record_offsets(path)]
     orders = [np.random.default_rng((seed, epoch)).permutation(len(records)) for epoch in range(EPOCHS)]
     order = np.concatenate(orders)

@@ -1,10 +1,10 @@
-"""A torch `DataLoader` feeds a plain Flax loop: its data set, its workers, its collation, and JAX's devices.
+"""A torch `DataLoader` feeds a plain Flax loop: torch's data set, workers and collation, and JAX's devices.
 
-The one word: `jdp.process_rows`, in the loader's batch sampler. All processes walk one order, and each reads the rows
-of a global batch that its own devices hold. The usual mistakes are a sampler without it, where every process feeds the
-same rows, and a step learns from them several times; and a `DistributedSampler` by process number, which is wrong as
-soon as two processes hold the same rows (an axis of the model's across hosts). Of `pip install torch`, the CPU's build
-is enough: tensors are copied to the devices as NumPy's arrays are.
+The one word: `jdp.process_rows`, in the loader's batch sampler. All processes use one order, and each reads the rows of
+a global batch that its own devices hold. There are two usual mistakes. Without a sampler every process feeds the same
+rows, and a step learns from them several times. A `DistributedSampler` by process number is wrong if two processes hold
+the same rows (an axis of the model across hosts). The CPU build of `pip install torch` is enough, because tensors are
+copied to the devices like NumPy arrays.
 
     python experiments/loops/torch_loader.py zero1
     jdp launch -n 2 --devices-per-process 4 -- experiments/loops/torch_loader.py zero1
@@ -44,7 +44,7 @@ def own_rows(rows, epochs, seed=0):
 
 
 def loader(rows, epochs=1, workers=0):
-    """Return the loader of these rows. Workers are spawned: a fork would copy JAX's locks, held or not."""
+    """Return the loader of these rows. Workers are spawned, because a fork would copy JAX's locks, held or not."""
     context = "spawn" if workers else None
     return torch.utils.data.DataLoader(
         Spirals(), batch_sampler=own_rows(rows, epochs), num_workers=workers, multiprocessing_context=context

@@ -3,9 +3,9 @@
     python experiments/prepare/chats_to_ids.py llama 'chats/*.jsonl' chats.parquet
     jdp train experiments/sft_chat.toml --data.source hf:parquet:chats.parquet
 
-A row of JSON or parquet has "messages", {"role", "content"} each, and may have "tools". The assistant's tokens have
-weight 1: those in {% generation %}; in a template without it those that the messages before, with the generation
-prompt, do not have. An answer with "weight": 0 or "train": false has weight 0.
+A row of JSON or parquet has "messages", each {"role", "content"}, and may have "tools". The assistant's tokens have
+weight 1: the tokens in {% generation %}; or, if the template has no such block, the tokens that follow the earlier
+messages and the generation prompt. An answer with "weight": 0 or "train": false has weight 0.
 """
 
 import sys

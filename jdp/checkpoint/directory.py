@@ -96,9 +96,9 @@ class Checkpoints:
         self.directory = user_path(directory).absolute()
         upkeep.make_directory(self.directory)
         self._last: int | None = None  # the last saved or restored step
-        self._reached: int | None = None  # the newest of them
-        self._claim: BinaryIO | None = None  # of process 0, during a save
-        self._last_arrays: list[weakref.ref[jax.Array]] = []  # of its state
+        self._last_arrays: list[weakref.ref[jax.Array]] = []  # the arrays of that step
+        self._reached: int | None = None  # the largest step saved or restored so far
+        self._claim: BinaryIO | None = None  # the locked marker file, on process 0 during a save
         self._saving: tuple[int, Future[None]] | None = None  # the step that is being written, and its commit
         self._mirror = None if mirror is None else Mirror(mirror, self.directory, self._retention)
         self._memory = MemoryCopies(self.directory, keep_in_memory) if keep_in_memory else None
@@ -374,7 +374,7 @@ class Checkpoints:
         return self.directory / f"{upkeep.SAVING}{step}"
 
     def _check_newest(self, step: int) -> None:
-        """Raise CheckpointError if this step or a later one exists, or one after all that this object has seen."""
+        """Raise CheckpointError if this step, or one after the last step that this object has seen, exists."""
         seen = step - 1 if self._reached is None else min(step - 1, self._reached)
         there = [other for other in upkeep.committed_steps(self.directory) if other > seen]
         if not there and os.path.lexists(self.directory / str(step)):

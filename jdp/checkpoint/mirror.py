@@ -17,14 +17,15 @@ import jax
 
 from jdp.base.notices import notice
 from jdp.base.user_path import bucket_address
-from jdp.checkpoint.errors import CheckpointError, retried
+from jdp.checkpoint.errors import HOURS, CheckpointError, retried
 from jdp.checkpoint.format import checksums
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.format.stored import DESCRIPTION, read_metrics
 from jdp.checkpoint.upkeep import ABANDONED, DAMAGED, Retention, committed_steps, set_damaged_aside
 from jdp.core.cluster.barrier import from_first_process
 
-LOOK_SECONDS, LAST_SECONDS = 1.0, 600.0  # between looks at the directory; at most, for the last copies
+LOOK_SECONDS = 1.0  # between two looks at the directory
+LAST_SECONDS = 600.0  # how long `close` waits for the last uploads
 
 
 class Mirror:
@@ -38,11 +39,11 @@ class Mirror:
         self._ended, self._given_up = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="jdp mirror", daemon=True)
         problem = self._start() if jax.process_index() == 0 else ""
-        if problem := from_first_process("what it fetched from the mirror", problem, seconds=4 * 3600):
+        if problem := from_first_process("what it fetched from the mirror", problem, seconds=HOURS):
             raise CheckpointError(problem)
 
     def close(self) -> None:
-        """Wait for the last copies, at most `LAST_SECONDS`."""
+        """Wait for the last uploads, at most `LAST_SECONDS`."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(LAST_SECONDS)
@@ -122,7 +123,7 @@ class Mirror:
         self.sending = None
         for step in files.keys() - kept:
             damaged = step > newest and (self._directory / f"{DAMAGED}{step}").exists()  # the next start fetches it
-            if step < newest or (step in self._known and not damaged):  # else another machine wrote it
+            if step < newest or (step in self._known and not damaged):  # other later steps are another machine's
                 self._remove(step, files[step])
         return here
 

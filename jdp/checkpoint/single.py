@@ -57,7 +57,7 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     try:
         with Checkpoints(staging, keep=None) as checkpoints:
             checkpoints.save(state, step=step)
-        on_first_process(lambda: _move(staging / str(step), path))
+        on_first_process(lambda: replace_folder(path, staging / str(step)))
     except (CheckpointError, OSError) as error:
         raise write_error(f"{path} was not saved", error) from error
     finally:
@@ -141,7 +141,8 @@ def _clear(staging: Path, old: Path) -> None:
     upkeep.remove(staging)
 
 
-def _move(fresh: Path, path: Path) -> None:
+def replace_folder(path: Path, fresh: Path) -> None:
+    """Move the folder `fresh` to `path`, in place of a folder there, which stays if the move fails."""
     old = _old_path(path)
     shutil.rmtree(old, ignore_errors=True)
     if replaced := path.exists():

@@ -97,7 +97,7 @@ def claim(directory: Path) -> BinaryIO:
 
 
 def release(marker: BinaryIO) -> None:
-    """Unlock the marker file; to close it is not enough if this process has forked meanwhile."""
+    """Unlock the marker file: after a fork, closing it is not enough."""
     with suppress(OSError), marker:
         fcntl.flock(marker, fcntl.LOCK_UN)
 

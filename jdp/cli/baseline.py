@@ -2,9 +2,9 @@
 
 Source lines are relative to the repository and kept with their text, so a line is recognised after it has moved.
 
-1. Lines are paired: the same place; else the same text in the same file; else equal bytes of one kind (`_pairs`).
+1. Lines are paired by place, else by text in the same file, else by equal bytes of one kind (`_pairs`).
 2. A number is worse if it grew by more than the tolerance. A line must also grow by a thousandth of all bytes sent, so
-   a metric's four bytes are never worse. If all lines together send less, no line is worse.
+   a metric's four bytes never count. If all lines together send less, no line is worse.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class Baseline:
 
     @property
     def collectives(self) -> int:
-        """Number of collectives per step."""
         return sum(each.count for each in self.sent)
 
     def to_text(self) -> str:
@@ -119,7 +118,6 @@ def read_baseline(path: Path) -> Baseline:
 
 
 def _by_line(sent: Iterable[Sent], root: Path) -> tuple[SentFrom, ...]:
-    """Sum the bytes by kind and line."""
     lines = dict[tuple[str, str | None], SentFrom]()
     for each in sent:
         source = each.source
@@ -191,7 +189,6 @@ class Comparison:
 
     @property
     def heading(self) -> str:
-        """The verdict in a sentence."""
         worse = [" at ".join(filter(None, (row.what, row.at))) for row in self.rows if row.verdict == WORSE]
         more = f" and {len(worse) - 4} more" if len(worse) > 4 else ""
         return {
@@ -218,7 +215,6 @@ class Comparison:
         return "\n\n".join([*parts, *(f"> {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as plain objects."""
         return {**asdict(self), "verdict": self.verdict, "rows": [asdict(row) for row in self.rows]}
 
 
@@ -252,11 +248,11 @@ def compare(before: Baseline, now: Baseline, *, tolerance: float, file: str) -> 
             rows += _lines(before, now, tolerance, verdict == BETTER)
         if what == HELD and before.held.fits is not False and now.held.fits is False:
             rows.append(Row("more than a device has", "", old, number, WORSE))
-    versions = f"{file} is of jax {before.jax}, and this is jax {now.jax}"
+    versions = f"{file} was saved with jax {before.jax}, and this is jax {now.jax}"
     notes = {
         f"{versions}: a difference may be the compiler's; compare with one version to know": before.jax != now.jax,
         f"the mesh was {factors(before.mesh)}, and is {factors(now.mesh)}": before.mesh != now.mesh,
-        f"{file} is of {before.program}": before.program != now.program,
+        f"{file} was saved for {before.program}": before.program != now.program,
     }
     kept = tuple(note for note, differs in notes.items() if differs)
     return Comparison(now.program, now.target, file, tolerance, tuple(rows), kept)
@@ -293,7 +289,7 @@ _Pair = tuple[SentFrom | None, SentFrom | None]
 
 
 def _pairs(before: Sequence[SentFrom], now: Sequence[SentFrom]) -> list[_Pair]:
-    """Return each line before with the same line now, most bytes first; None if there is no other."""
+    """Return each earlier line with the same line now, most bytes first; None if one of the two is missing."""
     left, unpaired, pairs = [*before], [*now], list[_Pair]()
     for identity in _IDENTITIES:
         for new in [*unpaired]:
@@ -312,7 +308,7 @@ _IDENTITIES: tuple[Callable[[SentFrom], Any], ...] = (
     lambda line: (line.kind, f"{line.wire_bytes:.9g}" if line.wire_bytes else (line.source, line.text)),
     lambda line: (line.kind, line.source),
 )
-"""What two equal lines share, the surest sign first."""
+"""Functions of a line; two lines with the same result are paired. The most reliable function comes first."""
 
 # Tables.
 
@@ -328,7 +324,6 @@ def _percent(fraction: float) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in GitHub's Markdown."""
     dashes = ["---:" if heading in ("before", "now", "change", "value") else "---" for heading in headings]
     lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (headings, dashes, *rows))
     return "\n".join(f"| {line} |" for line in lines)

@@ -78,7 +78,7 @@ def _check(options: Options) -> Path | None:
 
 @dataclass
 class _Examination:
-    """The findings so far, to be printed whatever happens next."""
+    """The findings so far, which are printed even if a later check hangs."""
 
     options: Options
     run_folder: Path | None  # of the run whose checkpoints are verified
@@ -90,7 +90,6 @@ class _Examination:
     hosts: dict[int, str] = field(default_factory=dict)  # of every process
 
     def examine(self) -> int:
-        """Examine this machine, then the processes together, and return the exit code."""
         from jdp.core.cluster.barrier import from_first_process
         from jdp.launch.doctor.findings import Finding
         from jdp.launch.doctor.machine import examine_cache, examine_disk, examine_versions

@@ -62,7 +62,6 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Find the model, check the prompts, read the weights, and write. Raises UsageError."""
     options = parse(Options, "generate", arguments)
     if not 0 <= options.seed < 2**32:
         raise UsageError(f"--seed is 0 to 2^32 - 1; given {options.seed}: choose another")

@@ -23,7 +23,7 @@ USUAL_KEYS = (
 
 
 def command_help(name: str, options: type[Any], *, every_key: bool = False) -> str:
-    """Return the help of a command; one that takes an experiment lists its usual keys, or every key in full."""
+    """Return the help of a command. If it takes an experiment, the usual keys follow, or every key in full."""
     hints = get_type_hints(options, include_extras=True)
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
     assert isinstance(tree, ast.ClassDef)

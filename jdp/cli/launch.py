@@ -70,12 +70,11 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Split the command's own options from the program, and launch it."""
     dashes = arguments.index("--") if "--" in arguments else len(arguments)
     own, command = arguments[:dashes], arguments[dashes + 1 :]
     if not command and not {"-h", "--help"} & set(own):
         given = "nothing after --" if "--" in arguments else "no --"
-        raise UsageError(f"what to launch comes after --; given {given}: write jdp launch -n 2 -- FILE …")
+        raise UsageError(f"an experiment or a program comes after --; given {given}: write jdp launch -n 2 -- FILE …")
     return _launch(parse(Options, "launch", own), command)
 
 
@@ -148,12 +147,10 @@ def _nodes(options: Options) -> "Nodes | None":
 def _program(command: list[str]) -> list[str] | None:
     """Return the command line of a program; None for an experiment, whose options may come before its file."""
     word = command[0]
-    if word == "-m":
+    if word == "-m" or (word.endswith(".py") and not word.startswith("-")):
         return [sys.executable, *command]
     if word.startswith("-") or word.endswith(".toml"):
         return None
-    if word.endswith(".py"):
-        return [sys.executable, *command]
     if Path(word).is_file() and not os.access(word, os.X_OK):
         return None
     return None if shutil.which(word) is None and shipped_file(Path(word)) is not None else command

@@ -44,6 +44,7 @@ from jdp.cli.options import UsageError
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MOST_LINES, _LONGEST_LINE = 20, 1000
+_STREAMS = {1: "stdout", 2: "stderr"}
 _NEEDED = ("jax", "jaxlib")
 _CUDA = ("13", "12")
 _PACKAGES = {
@@ -116,7 +117,7 @@ def _in_words(arguments: list[str]) -> int:
 
 def _open_closed_streams() -> None:
     """Open stdout and stderr on /dev/null if the caller closed them (`>&-`): the next file would get their numbers."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    for number, name in _STREAMS.items():
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_WRONLY)
             os.dup2(opened, number)
@@ -133,7 +134,7 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
         lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]
-        more = "jdp COMMAND --help shows more; jdp --version shows versions, those of JAX and of CUDA's libraries too."
+        more = "jdp COMMAND --help shows more; jdp --version shows versions, also of JAX and CUDA's libraries."
         print("\n".join([*lines, "", wrapped(more)]), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else USER_ERROR
     if arguments[0] in ("-V", "--version"):
@@ -184,9 +185,6 @@ def _versions() -> str:
     return "\n".join(lines)
 
 
-_NUMBERS = {"stdout": 1, "stderr": 2}
-
-
 class _Lasting(io.FileIO):
     """The file of a stream; after the first failed write it is /dev/null."""
 
@@ -200,7 +198,7 @@ class _Lasting(io.FileIO):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.fileno())
                 os.close(null)
-                name = next(name for name, number in _NUMBERS.items() if number == self.fileno())
+                name = _STREAMS[self.fileno()]
                 words = f"jdp: {name} cannot be written ({error.strerror}): the run goes on without it\n"
                 with contextlib.suppress(OSError):
                     os.write(2, words.encode())
@@ -216,14 +214,14 @@ def lasting(name: str) -> Generator[None]:
     """Make writes to "stdout" or "stderr" never fail while in `with`; a notebook's streams are not changed."""
     stream: Any = getattr(sys, name)
     try:
-        known = stream.fileno() == _NUMBERS[name]
+        known = _STREAMS.get(stream.fileno()) == name
     except (OSError, AttributeError):  # a stream in memory
         known = False
     if not known:
         yield
         return
     stream.flush()
-    file = _Lasting(_NUMBERS[name], "w", closefd=False)
+    file = _Lasting(stream.fileno(), "w", closefd=False)
     buffered = file if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(file)  # as with `python -u`
     same = {what: getattr(stream, what) for what in ("encoding", "errors", "line_buffering", "write_through")}
     lasts = io.TextIOWrapper(buffered, **same)  # pyright: ignore[reportArgumentType]

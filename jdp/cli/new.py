@@ -34,7 +34,6 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Write the file, and print the next commands. Raises UsageError."""
     options = parse(Options, "new", arguments)
     names = shipped()
     try:

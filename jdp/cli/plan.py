@@ -71,7 +71,6 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Plan an experiment, or print a size's table; write the page of --html."""
     options, overrides = parse_with_overrides(Options, "plan", arguments)
     if options.table is not None:
         return _closed_form(options, overrides)
@@ -104,7 +103,6 @@ def _compiled(
     options: Options, overrides: dict[str, str], targets: Sequence[str | None]
 ) -> "tuple[str, list[PlanReport], list[str]]":
     """Return the experiment's name, and for each target the report of all candidates and a line on the experiment."""
-
     assert options.file is not None
     strategies = words(options.strategy, "--strategy")
     experiment = load(options.file, overrides)

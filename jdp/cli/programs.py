@@ -47,7 +47,7 @@ def is_program(file: Path) -> bool:
 
 
 def check_only(options: Any, overrides: Mapping[str, str], taken: Sequence[str], rule: str) -> None:
-    """Check that only the options `taken` are given. Raises UsageError with `rule`, its {} another option."""
+    """Check that only the options `taken` are given. Raises UsageError with `rule`, {} replaced by another option."""
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
     others = [*(flag_of(name) for name in given if name not in taken), *(f"--{key}" for key in overrides)]
     if others:
@@ -93,7 +93,7 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> tuple[Pa
 
 @contextlib.contextmanager
 def _as_script(file: Path) -> Generator[None]:
-    """Give a user's file a command line without options; JAX's lines in tracebacks show whose code raised an error."""
+    """Give a user's file a command line without options, and unfiltered tracebacks, which show whose code failed."""
     import jax
 
     argv, filtering = sys.argv, jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
@@ -219,11 +219,11 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
         yield
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        # A TypeError in jdp's call of a user's function is the user's: the function may not take the argument.
+        # If jdp's call of a user's function raises TypeError, the function does not take the argument.
         is_call = isinstance(error, TypeError) and "function(*" in (frames[-1].line or "")
         if frames[-1].filename.startswith(_JDP) and not is_call:
             raise
         hint = of_library if "-packages/" in frames[-1].filename else ""
         if isinstance(error, SystemExit):
-            hint = 'What a script runs belongs under if __name__ == "__main__".'
+            hint = 'Put the code that a script runs under if __name__ == "__main__".'
         raise UserError("\n".join(filter(None, (f"{what}:", users_traceback(error), hint)))) from None

@@ -1,4 +1,4 @@
-"""`jdp prove`: check that an experiment learns the same on one device and on many, whatever is sharded."""
+"""`jdp prove`: check that an experiment learns the same on one device and on many, however the state is sharded."""
 
 import json as as_json
 import logging
@@ -46,7 +46,6 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Prove an experiment and print the proof. Raises UsageError."""
     options, overrides = parse_with_overrides(Options, "prove", arguments)
     if options.quick and options.only is not None:
         raise UsageError("--quick chooses the runs itself; given --only too: remove one of them")

@@ -52,7 +52,6 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Read the runs, compile their steps, write the page, and print where it is."""
     options = parse(Options, "report", arguments)
     with stdout_to_stderr(options.json):
         from jdp.report.pages import run_page
@@ -116,7 +115,6 @@ def _with_steps(recorded: Sequence["Run"], folders: Sequence[Path], options: Opt
 
 def target_of_run(recorded: "Run") -> str | None:
     """Return the target with the devices of a run's last visit, such as "cpu:8"; None if unknown."""
-
     last: Mapping[str, Any] = next((event for event in reversed(recorded.history) if "devices" in event), {})
     devices = last.get("devices") or recorded.settings.get("devices")
     if last.get("platform", "cpu") == "cpu":

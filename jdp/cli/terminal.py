@@ -29,7 +29,7 @@ class Progress:
         self._bar.stop()
 
     def compiling(self, done: int, total: int | None, name: str) -> None:
-        """Show that `done` of `total` steps are compiled (None: the total is unknown), and that `name` is next."""
+        """Show that `done` of `total` steps (None: unknown) are compiled, and that `name` is next."""
         is_last = total is not None and done >= total
         self._show(done, total, "" if is_last else f"compiling {name}, or finding it in the cache")
 

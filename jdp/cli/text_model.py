@@ -45,8 +45,6 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class TextModel:
-    """A GPT in a folder."""
-
     config: GPTConfig
     tokenizer: Tokenizer
     name: str  # the folder and the step, for messages

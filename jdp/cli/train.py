@@ -20,7 +20,7 @@ from jdp.experiment.schema.make import folder_of
 class Options:
     """Runs an experiment.
 
-    Writes RUN_DIR/NAME/: the resolved experiment, metrics.jsonl, TensorBoard events, checkpoints, events/ (those of
+    Writes RUN_DIR/NAME/: the resolved experiment, metrics.jsonl, TensorBoard events, checkpoints, events/ (a log of
     each process), and at the end summary.json. The same command resumes from the last checkpoint. Ctrl-C saves, then
     exits.
 

@@ -33,7 +33,7 @@ class Options:
     Collectives are counted in the compiled program, loops included, and compared with theory: the README's table of
     strategies; under zero3, the gathers in the step's trace. Each breach is reported with its collective, parameter,
     source line and fix. Other traffic is listed even if the contract holds, and so are weights that zero3 keeps
-    gathered, like zero2. On CPU devices nothing is judged: XLA:CPU sends what XLA:GPU does not. Exit 0.
+    gathered, like zero2. On CPU devices nothing is judged (exit 0), because XLA:CPU uses other collectives.
 
     Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4.
 
@@ -63,7 +63,6 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Verify an experiment and print the report."""
     options, overrides = parse_with_overrides(Options, "verify", arguments)
     if is_program(options.file):
         return _run_program(options, overrides)

@@ -33,7 +33,6 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Read the logs and print the diagnosis."""
     options = parse(Options, "why", arguments)
     from jdp.guard.diagnosis import ERRORS, diagnose
     from jdp.run.read_folder import find_run

@@ -6,7 +6,7 @@ A source is found and read:
   sources/       files of text, arrays, and data sets for `datasets`
 It becomes a data set, by its kind:
   text/          documents -> tokens, or rows of ids with weights -> samples of fixed length, cut anywhere or packed
-  images/        pictures with classes, decoded when a sample is read; cropped and flipped anew in every epoch
+  images/        pictures with classes, decoded when a sample is read; cropped and flipped differently in every epoch
   arrays.py      rows of NumPy arrays; the numbers of the classes of arrays and images
   held_out.py    training or held out, by a hash of a sample's content
   mixtures.py    several data sets mixed by weight

@@ -65,7 +65,7 @@ class OrderedSource(Source, Protocol):
 
 
 class EpochSource(Source, Protocol):
-    """Samples that are drawn anew in every epoch, such as augmented images.
+    """Samples that differ in every epoch, such as augmented images.
 
     >>> import numpy as np
     >>> class Noisy(list):

@@ -75,7 +75,7 @@ def document_tails(documents: NDArray[np.int64], heldout_fraction: float) -> lis
     return [side[side[:, 1] > side[:, 0]] for side in sides]
 
 
-def fingerprint(description: str, arrays: Iterable[NDArray[np.generic]]) -> str:
+def fingerprint(description: str, arrays: Iterable[NDArray[np.generic]] = ()) -> str:
     """Return 16 hex digits: a hash of a description and of arrays' dtypes, shapes and bytes."""
     digest = hashlib.blake2b(description.encode(), digest_size=8)
     for array in arrays:

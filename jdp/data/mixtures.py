@@ -12,7 +12,6 @@
 
 import bisect
 import functools
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from jdp.base.errors import UserError
 from jdp.base.public import public
 from jdp.data.batches import Source, sample_at
+from jdp.data.held_out import fingerprint
 
 _CIRCLE = 2**32
 _STEP = 2654435769  # the odd number nearest to 2³²/φ: all points are visited before any repeats
@@ -130,7 +130,7 @@ class Mixture:
     @functools.cached_property
     def fingerprint(self) -> str:
         described = [(part.fingerprint, weight) for part, weight in zip(self.parts, self.weights, strict=True)]
-        return hashlib.blake2b(f"{described} {self.seed}".encode(), digest_size=8).hexdigest()
+        return fingerprint(f"{described} {self.seed}")
 
     def __str__(self) -> str:
         parts = zip(self.weights, self.parts, strict=True)

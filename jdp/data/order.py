@@ -22,8 +22,8 @@ from jdp.base.public import public
 
 _TABLE_BELOW = 2**16  # samples; a table is then 512 KiB at most
 _MOST_SAMPLES = 2**32  # index_shuffle permutes 32-bit integers
-# Of grain's cipher. Four, the minimum, leave neighbours correlated (r = -0.03 over 70,000 samples, ten standard
-# errors); eight leave no measurable correlation at the same cost.
+# Rounds of grain's cipher. With four, the minimum, neighbours are correlated (r = -0.03 over 70,000 samples, ten
+# standard errors); with eight there is no measurable correlation, at the same cost.
 _ROUNDS = 8
 
 

@@ -1,6 +1,7 @@
-"""From a validated experiment to the objects of a run: its inputs and its training. Only this layer sees the file.
+"""From a validated experiment to the objects of a run: its inputs and its training.
 
-`jdp.run` reaches models and their FLOPs only through an `Assembly`; it makes the evaluation (`jdp.run.evaluation`).
+`jdp.run` reaches models and their FLOPs only through an `Assembly`. It makes the evaluation itself
+(`jdp.run.evaluation`).
 """
 
 from __future__ import annotations
@@ -62,17 +63,14 @@ class Assembly:
 
     @cached_property
     def training(self) -> Training:
-        """The model, its state, and the step."""
         return Training(self.experiment, self.mesh)
 
     @cached_property
     def inputs(self) -> Inputs:
-        """The data."""
         return Inputs(self.experiment, self.training)
 
     @cached_property
     def toml(self) -> str:
-        """The experiment as resolved."""
         return to_toml(self.experiment)
 
     @cached_property
@@ -151,16 +149,13 @@ class Training:
 
     @property
     def parameter_count(self) -> int:
-        """Number of the model's parameters."""
         return sum(map(math.prod, self.parameter_shapes.values()))
 
     @property
     def trained_count(self) -> int:
         """Number of the parameters that are trained (`train.wrt`)."""
-        wrt = self.experiment.train.wrt
-        patterns = (wrt,) if isinstance(wrt, str) else wrt or ("*",)
-        shapes = self.parameter_shapes.items()
-        return sum(math.prod(shape) for path, shape in shapes if matches(path, patterns))
+        patterns = self.experiment.train.wrt or "*"
+        return sum(math.prod(shape) for path, shape in self.parameter_shapes.items() if matches(path, patterns))
 
     @cached_property
     def plan(self) -> Plan:
@@ -180,7 +175,6 @@ class Training:
 
     @cached_property
     def tx(self) -> optax.GradientTransformation:
-        """The optimizer."""
         return optimizer(self.experiment, self.parameter_shapes)
 
     @cached_property
@@ -194,7 +188,6 @@ class Training:
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        """The state's shapes, dtypes and shardings."""
         return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def averaged(self, state: TrainState) -> TrainState:
@@ -243,7 +236,6 @@ class Inputs:
 
     @cached_property
     def data(self) -> Any:
-        """The data set of [data], opened."""
         return open_data(self.experiment)
 
     @cached_property
@@ -266,7 +258,7 @@ class Inputs:
         return shard_batches(itertools.islice(self._batches(source, rows=rows, **order), most), self.training.plan)
 
     def _batches(self, source: Source, **order: Any) -> Iterable[NumpyBatch]:
-        # An image or a sample of data.make takes a millisecond, any other sample microseconds.
+        # Reading an image or a sample of data.make takes a millisecond, any other sample microseconds.
         threads = min(16, len(os.sched_getaffinity(0))) if self.experiment.kind in ("images", "own") else 2
         return global_batches(source, batch_size=self.experiment.train.batch_size, threads=threads, **order)
 
@@ -286,7 +278,6 @@ class Inputs:
 
     @cached_property
     def abstract_batch(self) -> Batch:
-        """The shapes, dtypes and shardings of a global batch."""
         experiment, config, kind = self.experiment, self.training.config, self.experiment.kind
         if kind == "own":
             each: dict[str, Any] = {name: (array.shape, array.dtype) for name, array in self.data.first.items()}

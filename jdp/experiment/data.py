@@ -1,14 +1,13 @@
-"""From [data] and [eval.NAME] to data sets that fit the model; only this layer sees the file.
+"""From [data] and [eval.NAME] to data sets that fit the model.
 
 Data are opened by kind, and compared with the model's configuration: vocabulary, image size, channels, classes. The
-error for a mismatch has the value to set. The two sides of an evaluation set are joined, so each is evaluated in full;
-the held-out side of each part of a mixture is an evaluation set too. Only the training side of [data] is augmented.
+error for a mismatch has the value to set. An evaluation set is evaluated in full, so its two sides are joined; the
+held-out side of each part of a mixture is an evaluation set too. Only the training side of [data] is augmented.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from jdp.data import NumpyBatch, Source, mixture, text_data
 from jdp.data.arrays import ArrayData, array_data, check_tokens
+from jdp.data.held_out import fingerprint
 from jdp.data.images.augment import augmented
 from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Concatenated
@@ -24,6 +24,7 @@ from jdp.experiment.file import ExperimentError
 from jdp.experiment.made_data import made_data
 from jdp.experiment.schema.data import ARRAYS
 from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.fields import words_of
 from jdp.experiment.schema.train import BITS_PER_BYTE
 
 LEAST_AREA = 0.08
@@ -46,13 +47,13 @@ class Flat:
 
 @dataclass(frozen=True)
 class Sides:
-    """A data set made from images: its two sides, and their augmentation in words and for the fingerprint."""
+    """A data set made from images, as vectors or augmented."""
 
     images: ImageData
     train: Source
     heldout: Source
-    words: str
-    drawn: str = ""
+    words: str  # the augmentation, for people
+    drawn: str = ""  # the augmentation, for the fingerprint
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -62,14 +63,14 @@ class Sides:
     def fingerprint(self) -> str:
         """16 hex digits for the images and their augmentation."""
         own = self.images.fingerprint
-        return hashlib.blake2b(f"{own} {self.drawn}".encode(), digest_size=8).hexdigest() if self.drawn else own
+        return fingerprint(f"{own} {self.drawn}") if self.drawn else own
 
     def __str__(self) -> str:
         return f"{self.images}; {self.words}"
 
 
 def _augmented(images: Any, experiment: Experiment) -> Any:
-    """Crop and flip the training side of a data set of images anew in every epoch, if [data] sets augment."""
+    """Crop and flip the training side of a data set of images differently in every epoch, if [data] sets augment."""
     chosen, seed = experiment.data.augment, experiment.seed
     if chosen is None:
         return images
@@ -81,7 +82,6 @@ def _augmented(images: Any, experiment: Experiment) -> Any:
 
 
 def open_data(experiment: Experiment) -> Any:
-    """Open the data set of [data]."""
     given = experiment.data
     if experiment.kind == "own":
         return made_data(given)
@@ -97,7 +97,6 @@ def open_data(experiment: Experiment) -> Any:
 
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
-    """Open the evaluation sets."""
     if BITS_PER_BYTE in experiment.train.eval_metrics:
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is None or tokenizer.byte_counts() is None:
@@ -120,11 +119,11 @@ def _opened(experiment: Experiment, source: Any, field: str | None = None, *, al
     """Open a data set of the model's kind. `alone`: an evaluation set, without a held-out set."""
     given, kind = experiment.data, experiment.kind
     field = given.field if field is None else field
-    words = [source] if isinstance(source, str) else list(source)
+    words = words_of(source)
     is_arrays = all(word.endswith(ARRAYS) for word in words)
     if kind == "text" and (given.ids or not is_arrays):
         return text_data(
-            source if isinstance(source, str) else words,
+            source,
             length=given.length,
             heldout_fraction=given.heldout_fraction,
             field=field or "text",
@@ -136,7 +135,7 @@ def _opened(experiment: Experiment, source: Any, field: str | None = None, *, al
             attention_mask=given.attention_mask,
             vocab_size=experiment.model.config.vocab_size,
         )
-    if len(words) > 1:
+    if len(words) != 1:
         raise ExperimentError(
             f"images and arrays come from one source; given {len(words)}: {', '.join(words)}: name one, such as a "
             "folder that holds them all"

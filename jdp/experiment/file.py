@@ -153,7 +153,6 @@ def describe() -> list[tuple[str, list[Key]]]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the file's table. Raises ExperimentError."""
     try:
         check_regular(file)  # each process reads the file, and a pipe can be read only once
         if (size := file.stat().st_size) > MOST_BYTES:
@@ -278,7 +277,6 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
 
 
 def _check_plugin(name: Any, *, where: str, allowed: Any) -> None:
-    """Check that a table's package may be imported. Raises ExperimentError."""
     if name in (None, NONE) or not isinstance(name, str):  # the schema reports anything but text
         return
     if name != allowed:

@@ -21,14 +21,14 @@ _FREE_KEYS = {"mesh": "AXIS", "rules": "PATTERN"}
 
 @dataclass(frozen=True)
 class OnlyFor:
-    """In a field's annotation: only some experiments read the key, and the others must leave it at its default.
+    """In a field's annotation: only some experiments read the key; in all others it must have its default.
 
-    A key's help ends with "For {readers}."; the message for the others begins with "KEY is for {readers}{instead}".
+    A key's help ends with "For {readers}."; the message for other experiments begins "KEY is for {readers}{instead}".
     """
 
     readers: str
-    is_read: Callable[[Any], object]  # whether an experiment, x, reads the key
-    instead: str = ""  # a format of x
+    is_read: Callable[[Any], object]  # returns whether an experiment reads the key
+    instead: str = ""  # may contain fields of the experiment, such as {x.kind}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ def loss_of(experiment: Experiment) -> LossFn:
 
 
 def eval_loss_of(experiment: Experiment) -> LossFn:
-    """Return the loss function of the evaluations."""
     if not (ranked := tops(experiment.train.eval_metrics)):
         return loss_of(experiment)
     losses = {"text": text_scores, "images": image_loss, "features": features_loss}

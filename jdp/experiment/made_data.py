@@ -61,8 +61,6 @@ class MadeSamples:
 
 
 class _Ordered(MadeSamples):
-    """Samples with their own order."""
-
     source: OrderedSource
 
     def sample_at(self, position: int, seed: int) -> NumpyBatch:
@@ -70,8 +68,6 @@ class _Ordered(MadeSamples):
 
 
 class _InEpochs(MadeSamples):
-    """Samples that are drawn anew in every epoch."""
-
     source: EpochSource
 
     def sample_in_epoch(self, index: int, epoch: int) -> NumpyBatch:
@@ -94,7 +90,6 @@ class MadeData:
 
     @cached_property
     def _split(self) -> tuple[MadeSamples, MadeSamples, str]:
-        """Return both sides and the fingerprint."""
         if isinstance(self.given, tuple):
             train, heldout = (_samples(self.name, side) for side in self.given)
             scores = [*_scores(train, _LOOKED_AT), *_scores(heldout, _LOOKED_AT)]
@@ -107,12 +102,10 @@ class MadeData:
 
     @property
     def train(self) -> MadeSamples:
-        """The samples to train on."""
         return self._split[0]
 
     @property
     def heldout(self) -> MadeSamples:
-        """The samples kept from training."""
         return self._split[1]
 
     @property

@@ -155,7 +155,7 @@ def _dimensions(path: str, shape: tuple[int, ...], vectors: Shapes) -> MuonDimen
 
 
 def _grouped(modules: list[str], name: str, count: int, stacked: int, vectors: Shapes) -> MuonDimensionNumbers:
-    """Return the matrix of a kernel with `count` dimensions, three or more, besides those that stack layers.
+    """Return the matrix of a kernel with `count` dimensions, three or more, not counting those that stack layers.
 
     Flax's kernels end with the output dimensions, as many as the bias has; Equinox' kernels begin with them.
     """

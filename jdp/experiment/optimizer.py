@@ -1,7 +1,7 @@
 """From [optimizer] to optax: the learning rate over the run, and the update rule.
 
 Warm-up and schedule count global steps, so microbatches and devices do not change them. LAMB, LARS and Adafactor use
-the norm of each layer (`by_layer`). Nothing below the training loop sees the file.
+the norm of each layer (`by_layer`).
 """
 
 from __future__ import annotations
@@ -108,11 +108,7 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
 
 def decay_mask(params: Any) -> Any:
     """Return a tree of bools: True for parameters that decay, False where the last key is `bias` or `scale`."""
-
-    def decays(path: Any, _: Any) -> bool:
-        return jax.tree_util.keystr(path[-1:], simple=True) not in VECTORS
-
-    return jax.tree_util.tree_map_with_path(decays, params)
+    return jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) not in VECTORS, params)
 
 
 def by_layer(rule: optax.GradientTransformation, stacked: bool) -> optax.GradientTransformation:

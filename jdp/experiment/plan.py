@@ -89,7 +89,7 @@ def prove_experiment(
     only: str | Sequence[str] = (),
     progress: OnProgress | None = None,
 ) -> Proof:
-    """Prove that an experiment learns the same on one device and on many, whatever is sharded.
+    """Prove that an experiment learns the same on one device and on many, however the state is sharded.
 
     The learning rate follows the schedule of the whole run. The runs start from random weights, even with
     `train.init_from`. `devices` is the number of this machine's devices to use; None: all.

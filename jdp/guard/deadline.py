@@ -39,6 +39,7 @@ from jdp.core.cluster.barrier import THREAD_SECONDS, coordination_client, joined
 from jdp.core.cluster.initialize import leave_after_failure
 
 TRY_AGAIN = 75
+"""The exit code of a process that may be run again: it is late, or was stopped by a signal after saving."""
 MEDIANS = 10
 """The number of median steps that a step may take."""
 _TICK_SECONDS, _LATE_SECONDS = 1.0, 5.0
@@ -138,7 +139,7 @@ class Deadline:
         now = time.monotonic()
         if not self._once:
             self._durations.append(now - self._since)
-        # Set the time first, here and below: else a short limit may apply to the start of a long activity.
+        # The time is set first, here and below, so that a short limit never applies to the start of a long activity.
         self._since, self._step, self._doing = now, step, doing
         self._is_once(False)
 
@@ -175,7 +176,7 @@ class Deadline:
             self._is_once(once)
 
     def _is_once(self, once: bool) -> None:
-        """Publish a change to steps at once: a process that stops within the next second is then known as silent."""
+        """Set whether the activity is rare work; publish the beginning of steps at once, so that silence is noticed."""
         before, self._once = self._once, once
         if before and not once:
             self._changed.set()
@@ -224,7 +225,7 @@ class Deadline:
         """Publish, in a thread, the position of this process, and look for others whose time is up."""
         while not self._done.is_set():
             try:
-                peers.publish(self.position, once=self._once)  # before a wait: it may stop within its first second
+                peers.publish(self.position, once=self._once)  # before the wait: the process may stop during it
                 self._changed.wait(_TICK_SECONDS if peers.asks is None else 0.1)
                 self._changed.clear()
             except Exception:  # memory is exhausted; or the service is gone, and JAX ends this process
@@ -281,15 +282,15 @@ class _Peers:
         if self.asks is not None:
             self._answers = expired, self._all("at")
         if self._me == 0:
-            self._look_for_silent_ones()
+            self._find_silent_processes()
         self.heard = time.monotonic()
 
     def leave(self) -> None:
         """Withdraw the position of this process at its end, so that it does not count as silent."""
         self._client.key_value_delete(f"{self._prefix}/at/{self._me}")
 
-    def _look_for_silent_ones(self) -> None:
-        """Compare the published positions with the previous ones. Only processes in a step may not be silent."""
+    def _find_silent_processes(self) -> None:
+        """Compare the published positions with the previous ones; outside a step a process may be silent."""
         now = time.monotonic()
         known = self._stamps if now - self.heard < _LATE_SECONDS else {}  # this process was stopped itself
         found = dict(self._client.key_value_dir_get(f"{self._prefix}/at"))

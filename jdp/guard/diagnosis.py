@@ -121,7 +121,6 @@ _DOING = {
 def diagnose(
     folder: Path, *, now: float | None = None, lives: Callable[[Seen, float], bool] | None = None
 ) -> Diagnosis:
-    """Diagnose why a run is slow, hung or dead."""
     now, lives = time.time() if now is None else now, lives or _lives
     logs, nodes = read_logs(folder / EVENT_LOGS, "rank"), read_logs(folder / EVENT_LOGS, "node")
     supervised = sorted((event for events in nodes.values() for event in events), key=lambda event: event["time"])
@@ -231,7 +230,7 @@ def _killed(seen: Seen, count: int, now: float | None) -> list[str]:
     others = "" if count == 1 else " It was the first: the others lost it."
     ago = "" if now is None else f", {_ago(now - seen.last['time'])} ago"
     return [
-        f"{who} ended without a word after step {seen.step:,}, while {seen.doing}; its last sign of life is of "
+        f"{who} ended without a message after step {seen.step:,}, while {seen.doing}; its last event was at "
         f"{_clock(seen.last['time'])}{ago}.{others}",
         *([f"jdp launch: {seen.supervised.get('words')}."] if seen.supervised else []),
         "A killed process (SIGKILL) ends like this: for lack of memory (see dmesg), by a scheduler's limit, by a "
@@ -260,13 +259,13 @@ def _going_on(last: Sequence[Seen], now: float) -> tuple[str, int | None, list[s
     compiles = not any(event["event"] == "step" for seen in last for event in seen.events)
     if quiet < max(_HUNG_SECONDS, _MEDIANS * usual) or (compiles and quiet < 60 * _HUNG_SECONDS):
         seen = last[0]
-        return "running", None, [f"It goes on: step {seen.step:,}, {seen.doing}, {_ago(quiet)} after its last event."]
+        return "running", None, [f"It runs: step {seen.step:,}, {seen.doing}, {_ago(quiet)} after its last event."]
     answers = {s.rank: (Position(s.step, s.doing, now - s.moved), s.last["time"]) for s in last}
     hears = {rank: known for rank, known in answers.items() if now - known[1] < 3 * ALIVE_SECONDS}
     if last[0].count == 1:
-        return "hung", 0, [f"It hangs: step {last[0].step:,}, {last[0].doing}, since {_ago(quiet)}."]
+        return "hung", 0, [f"It has hung for {_ago(quiet)}: step {last[0].step:,}, {last[0].doing}."]
     words, behind = whereabouts(last[0].count, hears, answers, now=now)
-    return "hung", behind[0] if behind else None, [f"It hangs since {_ago(quiet)}: {words}"]
+    return "hung", behind[0] if behind else None, [f"It has hung for {_ago(quiet)}: {words}"]
 
 
 def _before(visits: Sequence[Sequence[Seen]]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Refuse, before building it, a run whose weights, batch or state cannot fit into memory, or a proof's copies.
+"""Refuses a run or a proof before it is built if its weights, batch or state cannot fit into memory.
 
-The check counts only a lower bound, sharded: no activations, and for a run no gradients or working copies (`jdp plan`
-compiles the step and counts them). It compares with the total memory, not with the free memory, so a run that it
-refuses could not have started.
+Only a lower bound is counted, sharded: no activations, and for a run no gradients or working copies (`jdp plan`
+compiles the step and counts them). It is compared with the total memory, not with the free memory, so a run that is
+refused could not have started.
 """
 
 from __future__ import annotations

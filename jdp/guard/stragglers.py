@@ -1,4 +1,4 @@
-"""Stragglers: warn about the process whose host makes the others wait, and its cost.
+"""Warns about a straggler, a process whose host makes the others wait, and about its cost.
 
 A collective begins when the last process reaches it. A process is late if the devices have finished all their work
 before it dispatches the next step. All devices are then idle during its host's time since the results of the last step,

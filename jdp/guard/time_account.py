@@ -44,7 +44,6 @@ class Account:
 
     @property
     def total(self) -> float:
-        """All time, in seconds."""
         return max(self.last - self.first, 0.0)
 
     @property
@@ -69,7 +68,6 @@ class Account:
         return f"{share}; {where}" if where else share
 
     def as_summary(self) -> dict[str, Any]:
-        """Return the account for a run's summary."""
         return {"share": self.goodput, "seconds": self.total, "visits": self.visits, **self.parts}
 
 

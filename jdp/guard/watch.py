@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from jdp.base.progress_file import note_progress
 from jdp.base.toml import cut
@@ -33,7 +33,7 @@ _NEXT = {
 
 
 class Watch:
-    """Reports the loop's activity to a log of events and a deadline. Use it in `with`."""
+    """Reports the loop's activity to a log of events and a deadline."""
 
     def __init__(self, log: EventLog, deadline: Deadline) -> None:
         self.log, self.deadline = log, deadline
@@ -45,13 +45,6 @@ class Watch:
         self._aside = 0.0
         deadline.on_tick = self._alive
         deadline.on_expired = lambda event: log.event("deadline", **event)
-
-    def __enter__(self) -> Self:
-        self.deadline.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.deadline.__exit__(*error)
 
     def resumed(self, step: int, **facts: Any) -> None:
         """Report, also to the supervisor, that the loop begins after this step, with facts about the visit."""
@@ -102,7 +95,7 @@ class Watch:
         self._parts, self._aside = {}, 0.0
 
     def _alive(self) -> None:
-        """Note in a thread, because the disk may hang, that the process is alive."""
+        """Log that the process is alive, in a thread, because the disk may hang."""
         if time.monotonic() - self.log.last > ALIVE_SECONDS and not self.log.is_writing:
             position = self.deadline.position
             _thread.start_new_thread(self.log.event, ("alive",), {"doing": position.doing, "step": position.step})
@@ -119,7 +112,8 @@ def watching(folder: Path, deadline: Deadline, at_end: Callable[[], Mapping[str,
     log = EventLog(file, account=lambda events: asdict(account(events)))
     log.event("start", rank=rank, of=count, pid=os.getpid(), host=socket.gethostname(), began=born())
     try:
-        with Watch(log, deadline) as watch:
+        watch = Watch(log, deadline)
+        with deadline:
             yield watch
         log.event("finished" if watch.begun else "nothing to do", **at_end())
     except SystemExit as leaving:

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -24,7 +24,7 @@ LOGS = "logs"
 """The folder of the log files in a run's folder; it may exist before the run claims its folder."""
 LAST_LINES = 20
 KEPT_LOGS = 9
-_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks[^\[]*")  # printed for every new group; dropped
+_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks[^\[]*")  # dropped: printed for every new group
 
 
 def say(text: str) -> None:
@@ -91,7 +91,7 @@ class Log:
 
     file: Path
     handle: int
-    failed: bool = field(default=False)
+    failed: bool = False
 
     @staticmethod
     def open(file: Path) -> "Log | None":

@@ -30,8 +30,8 @@ from jdp.launch.output import Outputs, Stream
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after an abort (a peer died): for that peer to end by itself
-ORDERLY = (75, 130)  # exit codes of a process that was stopped and has saved: the others will exit too ...
-ORDERLY_SECONDS = 15.0  # ... within this time
+ORDERLY = (75, 130)  # exit codes of a process that was stopped and has saved
+ORDERLY_SECONDS = 15.0  # after one of these: for the other processes to exit by themselves
 LAST_WORDS_SECONDS = 0.8  # after a failure, from SIGTERM to SIGKILL: JAX ignores SIGTERM, and waiting peers hang
 _PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
@@ -117,11 +117,6 @@ class Processes:
         failed = [child for child in self.children if child.failed]
         return min(failed, key=lambda child: (child.aborted, child.ended), default=None)
 
-    @property
-    def stopping(self) -> bool:
-        """True after the processes have been asked to end."""
-        return self._kill_at < math.inf
-
     def turn(self) -> bool:
         """Forward output for a moment; if a process failed, end the others. Return False after all have ended."""
         if not running(self.children):
@@ -130,23 +125,17 @@ class Processes:
             return False
         self._forward_output(POLL_SECONDS)
         now, alive = time.monotonic(), running(self.children)
-        failed = [child for child in self.children if child.failed]
-        if not self.stopping and any(now >= child.ended + child.patience for child in failed):
-            self.stop()
+        is_due = any(child.failed and now >= child.ended + child.patience for child in self.children)
+        if is_due and self._kill_at == math.inf:
+            for child in alive:
+                child.stopped = True
+            self.pass_on(signal.SIGTERM, LAST_WORDS_SECONDS)
         if now >= self._kill_at:
             _send_signal(signal.SIGKILL, alive)
         return True
 
-    def stop(self) -> None:
-        """Ask the processes to end, and kill them soon after."""
-        alive = running(self.children)
-        for child in alive:
-            child.stopped = True
-        _send_signal(signal.SIGTERM, alive)
-        self._kill_at = min(self._kill_at, time.monotonic() + LAST_WORDS_SECONDS)
-
     def pass_on(self, number: int, grace_seconds: float) -> None:
-        """Pass on a signal; kill processes that have not ended after `grace_seconds`."""
+        """Send a signal, and kill the processes that have not ended after `grace_seconds`."""
         _send_signal(number, running(self.children))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
@@ -262,7 +251,6 @@ class Part:
 
     @property
     def ranks(self) -> range:
-        """The indices of the processes of this machine."""
         return range(self.first, self.first + self.here)
 
 

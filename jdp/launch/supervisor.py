@@ -39,7 +39,7 @@ TRY_AGAIN, MISMATCH, SOFTWARE_ERROR, INTERRUPTED = 75, 78, 70, 130
 FINAL = (1, 2, MISMATCH, INTERRUPTED, -signal.SIGINT)
 """Exit codes, or -n for signal n, after which a restart would fail again, or is not wanted."""
 
-IN_VAIN = 2
+MOST_WITHOUT_PROGRESS = 2
 """Largest number of restarts in a row without progress."""
 
 PAUSE_SECONDS = 1.0
@@ -192,16 +192,16 @@ class Restarts:
     log: Path | None = None  # this node's log in the run's events
     made: int = 0  # number of restarts so far
     _until: float = field(default_factory=lambda: time.monotonic() + UNCOUNTED_SECONDS)
-    _before: int | None = field(default=None)
-    _in_vain: int = field(default=0)  # failures at `_before`, after the first
-    _crash_loop: bool = field(default=False)
+    _before: int | None = None
+    _without_progress: int = 0  # failures at `_before`, after the first
+    _crash_loop: bool = False
 
     def another(self, status: int) -> bool:
         """Decide after a failure, and report the decision; True: restart."""
         if self.most == 0 or status in FINAL:
             return False
         if self.several_nodes and not (self.folder / JOINED).exists():  # not all had joined
-            again = status != TRY_AGAIN and time.monotonic() < self._until  # a wait in vain has used up its time
+            again = status != TRY_AGAIN and time.monotonic() < self._until  # a failed wait has used up its time
             if again:
                 words = "it failed before all processes had joined: started again, which is not counted"
                 tell(self.log, "restart", words)
@@ -209,11 +209,11 @@ class Restarts:
             return again
         step = read_progress(self.folder)
         known = self.reports_progress or step is not None
-        self._in_vain = self._in_vain + 1 if self.made and known and step == self._before else 0
-        if self._in_vain == IN_VAIN:
+        self._without_progress = self._without_progress + 1 if self.made and known and step == self._before else 0
+        if self._without_progress == MOST_WITHOUT_PROGRESS:
             self._crash_loop = True
             where = f"after checkpoint {step}" if step else "before its first checkpoint"
-            words = f"crash loop: failed {where} {IN_VAIN + 1} times in a row; not started again"
+            words = f"crash loop: failed {where} {MOST_WITHOUT_PROGRESS + 1} times in a row; not started again"
             tell(self.log, "given up", words)
             return False
         if self.made >= self.most:

@@ -1,7 +1,7 @@
 """Softmax attention in the best form for the devices of the trace: cuDNN's kernels, XLA's operations, or blocks.
 
 cuDNN's kernels (flash attention, arXiv:2205.14135) never hold the weights [batch, heads, length, length]. They take
-16-bit floats on NVIDIA GPUs since Ampere; `cudnn_refuses` has the rules, which are those of jax's own checks.
+16-bit floats on NVIDIA GPUs since Ampere; `cudnn_refuses` has the same rules as jax's own checks.
 
 On a CPU causal attention is computed in two to four blocks of queries, each with the keys that it sees. That saves a
 quarter or more of the products and the softmax, and keeps one layout.
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.cudnn import fused_attention_stablehlo as cudnn  # its checks are not public, and the rules are there
+from jax._src.cudnn import fused_attention_stablehlo as cudnn  # jax's own checks are private
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -76,7 +76,7 @@ def attend(
 
 
 def _mask(length: int, window: int | None, run: jax.Array | None) -> jax.Array | None:
-    """Return the keys that a query sees, besides the causal rule: bool [batch or 1, 1, length, length]; None: all.
+    """Return the keys that a query sees (without the causal rule): bool [batch or 1, 1, length, length]; None: all.
 
     Every layer computes it, as a comparison that fuses into the softmax; a shared mask would be stored and read for all
     layers.

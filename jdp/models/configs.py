@@ -53,13 +53,13 @@ def _values_of(kind: Any) -> tuple[Any, ...]:
     return {bool: (True, False), NoneType: (None,)}.get(kind, ())
 
 
-def require_heads(width: int, heads: int) -> None:
-    """Raise ValueError unless the number of heads divides the width."""
+def _require_divisor(name: str, divisor: int, of: str, size: int) -> None:
+    """Raise ValueError unless `divisor` divides `size`; `name` and `of` are the names of the two fields."""
     require(
-        width % heads == 0,
-        "heads must divide width",
-        f"width({width}) % heads({heads}) = {width % heads}",
-        f"Make width a multiple of {heads}, for instance {-(-width // heads) * heads}",
+        size % divisor == 0,
+        f"{name} must divide {of}",
+        f"{of}({size}) % {name}({divisor}) = {size % divisor}",
+        f"Make {of} a multiple of {divisor}, for instance {-(-size // divisor) * divisor}",
     )
 
 
@@ -175,7 +175,7 @@ class GPTConfig:
     def _check_heads(self) -> None:
         width, heads, kv_heads = self.width, self.heads, self.key_value_heads
         if self.head_dim is None:
-            require_heads(width, heads)
+            _require_divisor("heads", heads, "width", width)
         require(
             heads % kv_heads == 0,
             "kv_heads must divide heads",
@@ -347,14 +347,8 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        require_heads(self.width, self.heads)
-        size, patch = self.image_size, self.patch
-        require(
-            size % patch == 0,
-            "patch must divide image_size",
-            f"image_size({size}) % patch({patch}) = {size % patch}",
-            f"Make image_size a multiple of {patch}, for instance {-(-size // patch) * patch}",
-        )
+        _require_divisor("heads", self.heads, "width", self.width)
+        _require_divisor("patch", self.patch, "image_size", self.image_size)
 
     @property
     def patches(self) -> int:

@@ -63,7 +63,6 @@ class Chart:
 
     @property
     def picture(self) -> Markup:
-        """The chart as an `<svg>` element."""
         with mpl.rc_context(SETTINGS):
             figure, [axes] = chart(width=5.2, height=3.1)
             for curve in self.curves:

@@ -140,7 +140,7 @@ _SET = re.compile(r"(eval(?:_.+)?)_loss")
 _METRIC = re.compile(r"loss|perplexity|bits_per_token|bits_per_byte|(?:top\d+_)?accuracy")
 
 
-def run_page(runs: Sequence[Run], *, title: str = "") -> str:
+def run_page(runs: Sequence[Run]) -> str:
     """Return the page as self-contained HTML text, the same for the same runs."""
     several = len(runs) > 1
     sets = [(run.name if several else "", *table) for run in runs if (table := _data_sets(run.rows))]
@@ -150,7 +150,7 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
     is_same = len(missing) == len(runs) and len({*missing.values()}) == 1
     return page(
         "run.html",
-        title=title or f"Run{'s' * several} {listed((run.name for run in runs), 4)}",
+        title=f"Run{'s' * several} {listed((run.name for run in runs), 4)}",
         runs=runs,
         several=several,
         legend=legend([run.name for run in runs]) if several else [],

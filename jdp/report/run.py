@@ -1,4 +1,4 @@
-"""One run for its page, and its events in words: visits, their ends, and what happened between.
+"""One run for its page, and its events in words: visits, their ends, and the events between.
 
 A page takes plain values; `jdp report` reads them from the folders of runs, and compiles the step again for memory and
 timeline.
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def waiting(self) -> float | None:
-        """The share of a median step that waits for data; a row with compilation hardly moves a median."""
+        """The share of a median step that waits for data. A row with a compilation hardly changes a median."""
         waited, step = self.median("data_wait_seconds"), self.median("step_seconds")
         return waited / step if waited is not None and step else None
 
@@ -96,11 +96,11 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Its end in words, or that it goes on."""
+        """How the run ended, in words, or that it continues."""
         last = next((event for event in reversed(self.history) if "words" not in event), None)
         if last is None:
             return "not known"
-        return "goes on, or was killed" if last["event"] in _BEGINS else _ended(last)
+        return "running, or killed" if last["event"] in _BEGINS else _ended(last)
 
     @property
     def why_no_step(self) -> str | None:
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def happened(self) -> list[tuple[list[str], str]]:
-        """The events in order of time: (cells of a table, "bad" or ""); of very many inside of visits, the first."""
+        """The events in order of time: (cells of a table, "bad" or ""), with at most `_MOST` events inside visits."""
         told = [(event, event["words"], "bad") for event in self.history if "words" in event]
         if left := told[_MOST:]:
             told[_MOST:] = [(left[0][0], f"and {len(left):,} more like these", "bad")]

@@ -26,6 +26,7 @@ from jdp.core.state import TrainState
 from jdp.core.types import Batch, Device
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
+from jdp.guard.deadline import capital
 from jdp.guard.nonfinite import save_batch
 from jdp.guard.replicas import CorruptState, Difference, Fingerprints, fingerprints, in_words
 from jdp.guard.stragglers import HostTimes
@@ -61,8 +62,6 @@ class Queued:
 
 
 class Health:
-    """Checks the steps of a visit."""
-
     def __init__(self, assembly: Assembly, progress: Progress, watch: Watch, say: Callable[[str], None]) -> None:
         self._assembly, self._progress, self._watch, self._say = assembly, progress, watch, say
         self._inspected = 0
@@ -76,7 +75,6 @@ class Health:
         self._hosts.dispatches(self._values)
 
     def taken(self, batch: Batch, values: Any, step: int) -> None:
-        """Queue a step's metrics."""
         self._values = values
         kept = {name: values[name] for name in ("skipped", "loss", "weight", "grad_norm")}
         self._queued.append(Queued(step, kept, batch if self._inspected < INSPECTED else None))
@@ -88,7 +86,7 @@ class Health:
             self._compare(state, step)
         self._check_until(step - AHEAD, state)
         if line := self._hosts.after(step):
-            self._watch.log.event("late", step=step, words=f"{line[:1].upper()}{line[1:]}.")
+            self._watch.log.event("late", step=step, words=f"{capital(line)}.")
             self._say(line)
         self._hosts.results()
 
@@ -201,11 +199,7 @@ class WrongDevice(CorruptState):
 
 
 def check_devices(differences: Sequence[Difference], step: int, log: EventLog) -> None:
-    """End the run if copies of the state after a step differ. All processes call it with the same differences.
-
-    Raises:
-        WrongDevice: names devices, hosts and leaves, and how to leave the host out.
-    """
+    """Raise WrongDevice if copies of the state after a step differ. All processes call it with the same differences."""
     if not differences:
         return
     host = next(filter(None, map(os.environ.get, _SCHEDULER_NAMES)), socket.gethostname())
@@ -213,7 +207,7 @@ def check_devices(differences: Sequence[Difference], step: int, log: EventLog) -
     devices = tuple(dict.fromkeys(device for each in differences for device in each.devices))
     where = dict.fromkeys(hosts[device.process_index] for device in devices)
     why = f"after step {step} {in_words(differences)}, on host {', '.join(where)}"
-    log.event("corrupt", step=step, words=f"{why[:1].upper()}{why[1:]}.")
+    log.event("corrupt", step=step, words=f"{capital(why)}.")
     if differences[0].agreeing:
         advice = leave_out(devices[0], hosts)
     else:

@@ -28,10 +28,10 @@ from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.model import HF
+from jdp.guard.deadline import TRY_AGAIN
 from jdp.guard.diagnosis import LOGS
 from jdp.launch.events import EVENT_LOGS
 from jdp.run.outputs.metrics import EVENTS, JSONL, replace_file
-from jdp.run.signals import TRY_AGAIN
 
 FILE = "experiment.toml"
 LOCK = ".lock"
@@ -284,7 +284,7 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_open(handle: int, file: Path) -> bool:
-    """Return True if `handle` is of the file that is there."""
+    """Return True if `file` is still the file that `handle` has open."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), file.stat())
     return False

@@ -32,7 +32,7 @@ from jdp.run.outputs.terminal import clock
 
 @dataclass
 class Record:
-    """What a checkpoint records of a run's progress, with null in place of NaN and infinities."""
+    """A checkpoint's record of a run's progress, with null in place of NaN and infinities."""
 
     done: int
     samples: int
@@ -76,7 +76,6 @@ class Progress:
         return self.done >= experiment.train.steps or self.stops_early(experiment)
 
     def record(self) -> dict[str, Any]:
-        """Return the record for a checkpoint."""
         values, evals = asdict(self), {name: finite_or_none(value) for name, value in self.evals.items()}
         values |= {"loss": finite_or_none(self.loss), "evals": evals}
         return {name: values[name] for name in Record.__annotations__}

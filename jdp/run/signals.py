@@ -27,9 +27,8 @@ import jax
 
 from jdp.core.cluster.barrier import THREAD_SECONDS, Store, coordination_client
 from jdp.core.cluster.initialize import leave_after_failure
+from jdp.guard.deadline import TRY_AGAIN
 
-TRY_AGAIN = 75
-"""The exit code of a run stopped by a signal other than Ctrl-C: run again."""
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: TRY_AGAIN, signal.SIGHUP: TRY_AGAIN, signal.SIGUSR1: TRY_AGAIN}
 """Signals that stop a run, with its exit code."""
 _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same signal

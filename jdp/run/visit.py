@@ -61,7 +61,6 @@ class Visit:
     # The beginning and the end.
 
     def introduce(self, weights_read: str | None) -> None:
-        """Print the first lines of the visit."""
         done, train = self.progress.done, self.experiment.train
         resumed = f"resumed after step {done}" if done else None
         if self.ended:
@@ -300,7 +299,6 @@ class Visit:
             self.display.show_text(title, row["text"])
 
     def _evaluation_due(self) -> bool:
-        """Return whether an evaluation follows this step."""
         done, train = self.progress.done, self.experiment.train
         return done > 0 and (done >= train.steps or bool(train.eval_every and done % train.eval_every == 0))
 

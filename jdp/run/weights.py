@@ -1,4 +1,4 @@
-"""The weights that a run starts from (`train.init_from`), and those that it exports at its end (`train.export`).
+"""The weights that a run starts from (`train.init_from`), and the export of its weights (`train.export`).
 
 Initial weights are read onto the state's shardings before the optimizer's state is made for them; LoRA parameters that
 they lack keep their initial values. The export, a folder for `transformers` and `jdp generate`, has the best checkpoint
@@ -29,6 +29,7 @@ from jdp.checkpoint.safetensors.hugging_face_config import check_written, differ
 from jdp.checkpoint.safetensors.lora import merge_lora
 from jdp.checkpoint.safetensors.names import Names
 from jdp.checkpoint.safetensors.transfer import GENERATION, export_hf, import_safetensors
+from jdp.checkpoint.single import replace_folder
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.plan import Plan
 from jdp.core.state import TrainState, trained_part
@@ -195,13 +196,8 @@ def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[s
     if experiment.kind == "text" and data.knows_text:
         _write_tokenizer(data.tokenizer, fresh)
     (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
-    old = fresh.with_name(f".{EXPORT}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        check_export(target.parent, experiment.model.config)
-        target.rename(old)
-    fresh.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    check_export(target.parent, experiment.model.config)
+    replace_folder(target, fresh)
 
 
 def _write_tokenizer(name: str, folder: Path) -> None:

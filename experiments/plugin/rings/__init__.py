@@ -1,4 +1,4 @@
-"""Which ring is a point on? A model, data made by code, a loss and an optimizer that an experiment file names.
+"""Classify points by their ring: a model, data made by code, a loss and an optimizer that an experiment file names.
 
     pip install -e experiments/plugin
     jdp train experiments/plugin/rings.toml --plugin rings
@@ -30,12 +30,12 @@ class WaveNet(nnx.Module):
 
 
 def wave_net(rng: jax.Array, *, width: int = 32, octaves: int = 3, rings: int = 3) -> nnx.Module:
-    """[model]: return an nnx.Module, or any pytree of arrays; jdp calls this under jit, sharded from the start."""
+    """[model]: return an nnx.Module, or any pytree of arrays; jdp calls this under jit, with sharded results."""
     return WaveNet(width, octaves, rings, nnx.Rngs(rng))
 
 
 class Points:
-    """[data]: an object with `len` and `[index]`; jdp shuffles, shards, resumes and holds some out."""
+    """[data]: an object with `len` and `[index]`; jdp shuffles, shards and resumes it, and holds out a part."""
 
     def __init__(self, *, rings: int = 3, points: int = 3000, noise: float = 0.1) -> None:
         if points < 2 * rings:
@@ -52,7 +52,7 @@ class Points:
 
 
 def smoothed(model: WaveNet, batch: dict[str, jax.Array], rng: jax.Array | None, *, share: float = 0.1) -> jdp.Loss:
-    """[loss]: cross-entropy in which every class gets a share of the label (arXiv:1512.00567, section 7)."""
+    """[loss]: cross-entropy with label smoothing (arXiv:1512.00567, section 7)."""
     logits, weights = model(batch["points"]), batch["weights"]  # weights: 0 for rows that only fill a batch
     targets = optax.smooth_labels(jax.nn.one_hot(batch["labels"], logits.shape[-1]), share)
     right = logits.argmax(-1) == batch["labels"]
@@ -61,5 +61,5 @@ def smoothed(model: WaveNet, batch: dict[str, jax.Array], rng: jax.Array | None,
 
 
 def signum(schedule: optax.Schedule, *, momentum: float = 0.9) -> optax.GradientTransformation:
-    """[optimizer]: momentum, of which only the sign is taken (arXiv:1802.04434); schedule is the rate by step."""
+    """[optimizer]: the sign of the momentum (arXiv:1802.04434); schedule is the learning rate by step."""
     return optax.chain(optax.ema(momentum, debias=False), optax.scale_by_sign(), optax.scale_by_learning_rate(schedule))

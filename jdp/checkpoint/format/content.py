@@ -92,7 +92,10 @@ def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), 
 
 
 def _read_table(source: Source, fields: Collection[str]) -> dict[str, str]:
-    """Read the table of leaves, path -> "float32[4, 8]", if it is of a train state or a tree as these fields are."""
+    """Read the table of leaves, path -> "float32[4, 8]".
+
+    Raises CheckpointError if `fields` are a train state's and the checkpoint has another tree, or the reverse.
+    """
     table, folder = source.table(), source.folder
     if table.get("format") != FORMAT:
         raise CheckpointError(
@@ -123,7 +126,7 @@ def _read_arrays(source: Source, wanted: Mapping[str, Any]) -> dict[str, Any]:
             x = shapes[path]
             empty = jax.numpy.zeros(x.shape, x.dtype)
             arrays[path] = x if isinstance(x, np.ndarray) else jax.device_put(empty, x.sharding)
-        if isinstance(leaf, jax.Array) and not leaf.committed:  # free to move, as the target is
+        if isinstance(leaf, jax.Array) and not leaf.committed:  # the target may move to other devices, so this may too
             arrays[path] = jax.numpy.asarray(np.asarray(arrays[path]))
         if _is_key(leaf):
             implementation = list[Any]()  # `key_impl` takes no abstract key
@@ -151,10 +154,7 @@ def _describe(leaves: Mapping[str, Any]) -> dict[str, str]:
 def _check_match(
     saved: Mapping[str, str], wanted: Mapping[str, str], folder: Path, *, params_only: bool = False
 ) -> None:
-    """Raise CheckpointError for the first leaf that differs, parameters first.
-
-    With `params_only` the error also suggests `ignore` of `restore_params`.
-    """
+    """Raise CheckpointError for the first leaf that differs, parameters first; `params_only`: suggest `ignore` too."""
     differing = [path for path in saved.keys() | wanted.keys() if saved.get(path) != wanted.get(path)]
     if not differing:
         return

@@ -70,8 +70,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read_metrics(folder: Path) -> dict[str, float | None] | None:
-    """Return the metrics saved with the arrays; None if they cannot be read, now or ever."""
-    with contextlib.suppress(OSError):  # it is being deleted
+    """Return the metrics saved with the arrays; None if the file is damaged or is being deleted."""
+    with contextlib.suppress(OSError):
         if not checksums.verify(folder, lambda name: name == DESCRIPTION):
             return json.loads((folder / DESCRIPTION).read_bytes())["metrics"]
     return None

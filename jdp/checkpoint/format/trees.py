@@ -35,7 +35,6 @@ class Content:
 
     @staticmethod
     def of(tree: Any) -> Content:
-        """Return the content of a train state, or of any other tree, real or abstract."""
         if isinstance(tree, TrainState):
             # Numbers that a user set in a state, such as a learning rate, get the dtype that a step gives them.
             leaves, treedef = jax.tree.flatten(tree)

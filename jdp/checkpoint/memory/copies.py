@@ -58,7 +58,7 @@ class MemoryCopies:
         self._slots: list[Slot] = []
         self._calls, self._failed = 0, False
         self._restored = math.inf
-        self._here: dict[Path, Index] = {}  # what earlier visits left on this host
+        self._here: dict[Path, Index] = {}  # parts of earlier visits on this host
         if name := from_first_process("the name of the run in memory", host.folder_of(directory)):
             self._here = indexes(self._open(name).path)
         self._found = self._survey()

@@ -55,10 +55,7 @@ def token() -> str:
 
 
 def folder_of(directory: Path) -> str:
-    """Return the name of the folders in memory of the run with these checkpoints; "" if it has none yet.
-
-    The name depends on the path of the checkpoints, so a copy of a run has its own folders.
-    """
+    """Return the name of a run's folders in memory, which depends on the path of its checkpoints; "" before a save."""
     try:
         run_id = (directory / RUN_ID).read_bytes()
     except OSError:
@@ -91,7 +88,7 @@ class RunFolder:
             raise _unusable(self.path, error) from error
 
     def problem_with(self, size: int) -> str:
-        """Return why `size` bytes do not fit, with the bytes of the copies that are here; "" if they fit."""
+        """Return why `size` bytes do not fit in place of the copies that are here; "" if they fit."""
         found = os.statvfs(self.path)
         free = min(found.f_bavail * found.f_frsize, available_memory() or math.inf)
         free += sum(file.stat().st_size for file in self.path.glob(FILES))

@@ -26,7 +26,7 @@ class Table:
     def value(self, key: str, kind: type[_Value], default: _Value | None = None) -> _Value:
         """Return a boolean, a whole number or (float) any number; without a default it is required."""
         value = self._or_default(key, default)
-        # an int may be past all floats
+        # An int may exceed every float.
         fits = type(value) in (int, float) and -1e30 < value < 1e30 if kind is float else type(value) is kind
         if not fits:
             raise self.wrong(key, _RULES[kind], value)

@@ -152,13 +152,13 @@ def export_hf(
     keys = written(config, np.dtype(own if dtype is None else dtype).name, stored)
     path = folder / f"model{files.SUFFIX}"
     export_safetensors(path, params, names=names, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    on_first_process(lambda: _write_beside(folder, keys, beside))
 
+    def write_beside() -> None:
+        write_json(folder / CONFIG, keys)
+        if beside is not None and isinstance(generation := read_json(beside / GENERATION), dict):
+            write_json(folder / GENERATION, generation)
 
-def _write_beside(folder: Path, keys: Mapping[str, Any], original: Path | None) -> None:
-    write_json(folder / CONFIG, keys)
-    if original is not None and isinstance(generation := read_json(original / GENERATION), dict):
-        write_json(folder / GENERATION, generation)
+    on_first_process(write_beside)
 
 
 @public()

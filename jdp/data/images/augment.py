@@ -1,4 +1,4 @@
-"""Images drawn anew in every epoch: a crop after padding, and a flip from left to right.
+"""Images that differ in every epoch: a crop after padding, and a flip from left to right.
 
 1. A sample's draws are a pure function of seed, epoch and index: the first words of a Philox stream (Salmon et al.
    2011, "Parallel random numbers: as easy as 1, 2, 3"). The key is the seed, and the counter holds epoch and index. So
@@ -99,7 +99,7 @@ def augmented(
     resized_crop: float = 0.0,
     seed: int = 0,
 ) -> AugmentedImages:
-    """Crop and flip the training images of a source, anew in every epoch. Evaluate on the source itself.
+    """Crop and flip the training images of a source, differently in every epoch. Evaluate on the source itself.
 
     `global_batches` passes the epoch: pixels are the same on any number of processes, with any batch size, and after a
     resume. Augment sources before you mix them: a mixture is refused.

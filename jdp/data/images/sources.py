@@ -94,7 +94,7 @@ def open_pictures(
     return pictures, pictures.images.shape[3]
 
 
-# What `datasets` reads.
+# Data sets that `datasets` reads.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -102,7 +102,7 @@ def _tables(rows: Any, source: str) -> Iterator[Any]:
 
 
 def _reading(source: str, read: Callable[[], T]) -> T:
-    """Return what `read` returns. Raises UserError in place of the errors of `datasets`."""
+    """Call `read`, and raise UserError in place of the errors of `datasets`."""
     try:
         return read()
     except UserError:
@@ -268,7 +268,7 @@ def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) ->
 
 
 def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:
-    """Return the module `package`, imported."""
+    """Import a package. Raises UserError, with the command that installs it, if it is missing."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

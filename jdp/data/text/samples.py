@@ -7,7 +7,6 @@ of a sample is the first token of the next, so every token but the first is a ta
 """
 
 import functools
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from jdp.base.formatting import format_bytes, format_percent
 from jdp.base.notices import notice
 from jdp.base.public import public
 from jdp.data.batches import NumpyBatch
+from jdp.data.held_out import fingerprint
 from jdp.data.sources.files import PathLike
 from jdp.data.text.documents import text_tokens
 from jdp.data.text.id_rows import id_tokens
@@ -160,8 +160,7 @@ class TextData:
     @property
     def fingerprint(self) -> str:
         """16 hex digits: equal on two machines, or before and after a resume, only if all samples are equal."""
-        described = f"{self.digest} {self.train.length} {self.train.packing}"
-        return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+        return fingerprint(f"{self.digest} {self.train.length} {self.train.packing}")
 
 
 @public()
@@ -231,12 +230,10 @@ def text_data(
             f"a model must have all tokens of its tokenizer; given {given}: set vocab_size to {size} (importing a "
             "safetensors file, such as a run's export, pads its weights)"
         )
-    if opened is None:
-        tokens = id_tokens(source, read, vocab_size)
-    elif ids is not None:
-        tokens = id_tokens(source, read, vocab_size or opened.vocab_size)
-    else:
+    if opened is not None and ids is None:
         tokens = text_tokens(source, field, opened)
+    else:
+        tokens = id_tokens(source, read, vocab_size if opened is None else vocab_size or opened.vocab_size)
     sides = text_sides(tokens, heldout_fraction, in_files)
     size = len(sides.train.ids)
     if packing == "stream" and size <= length:

@@ -16,6 +16,7 @@ from jdp.experiment.schema.fields import (
     Section,
     Source,
     named,
+    words_of,
 )
 from jdp.experiment.schema.make import Made
 from jdp.experiment.schema.model import Learns
@@ -88,8 +89,8 @@ class Data(Made):
     shuffle: bool = True
     """Reshuffle the training samples each epoch."""
     augment: Annotated[Literal["crop", "resized_crop"] | None, _read_for("images")] = None
-    """Crop training images at random and flip half of them from left to right, anew each epoch. "crop", for small
-    images: pad each side with an eighth of black pixels, then crop to the image's size. "resized_crop", for
+    """Crop training images at random and flip half of them from left to right, differently in each epoch. "crop", for
+    small images: pad each side with an eighth of black pixels, then crop to the image's size. "resized_crop", for
     photographs: at least 8 % of the area, aspect ratio 3:4 to 4:3, resized to model.image_size. none = neither."""
 
     @model_validator(mode="before")
@@ -108,11 +109,6 @@ class Data(Made):
             return self.tokenizer != BYTES
         sources = [self.source, *(text.source for text in self.mixture.values())]
         return not any(word.endswith(ARRAYS) for source in sources for word in words_of(source))
-
-
-def words_of(source: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the sources of a key as a tuple."""
-    return (source,) if isinstance(source, str) else source or ()
 
 
 BYTES, ARRAYS = "bytes", ".npz"

@@ -73,9 +73,14 @@ def _words(value: Any, rule: str) -> Any:
     return tuple(words) if isinstance(value, list | tuple) else value
 
 
+def words_of(words: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the value of a key that is text, an array of texts, or none, as a tuple."""
+    return (words,) if isinstance(words, str) else words or ()
+
+
 def _source(source: Any) -> Any:
     source = _words(source, 'must be "stdlib", a path or glob, "hf:NAME", for images "digits"')
-    for word in (source,) if isinstance(source, str) else source or ():
+    for word in words_of(source):
         hub = HubSource.of(word)
         if hub is not None and (why := hub.no_builder):
             raise UserError(why)
@@ -86,7 +91,7 @@ def _source(source: Any) -> Any:
 
 def _prompts(prompts: Any) -> Any:
     prompts = _words("" if prompts is None else prompts, "must be text of one character at least")
-    for prompt in (prompts,) if isinstance(prompts, str) else prompts:
+    for prompt in words_of(prompts):
         if prompt.encode(errors="replace").decode() != prompt:
             raise UserError("must be text in UTF-8")
     return prompts

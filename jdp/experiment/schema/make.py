@@ -133,7 +133,7 @@ class Made(Section):
     _shared: ClassVar[tuple[str, ...]] = ()
     """jdp's keys that the table may have beside `make`."""
     _arguments: ClassVar[tuple[str, ...]] = ()
-    """What jdp passes to the function by position."""
+    """Names of the arguments that jdp passes by position."""
     _keywords: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
 
     @model_validator(mode="wrap")

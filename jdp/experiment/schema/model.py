@@ -72,7 +72,6 @@ class Model(Made):
 
     @property
     def is_gpt(self) -> bool:
-        """Whether it is a GPT of jdp's."""
         return isinstance(self.config, GPTConfig)
 
     @property
@@ -98,7 +97,6 @@ class MadeModel(Model):
 
     @property
     def kind(self) -> Learns | None:
-        """The value of `learns`."""
         return self.learns
 
 

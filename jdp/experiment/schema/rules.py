@@ -1,8 +1,7 @@
 """The rules between the keys of an experiment file: a line for each broken rule, with keys, rule, value and fix.
 
-The fields of the schema name their readers (`OnlyFor`); here are the check of these, and the rules on values.
-`x` is an `Experiment`, whose module imports this one. The parts that are made from an experiment check the rest: the
-plan its [rules], the reader its columns.
+`_unread` checks the fields' `OnlyFor` annotations, `_contradictions` the values of several keys. The plan checks
+[rules], and the readers of data check columns. `x` is an `Experiment`, whose module imports this one.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ from jdp.base.toml import brief
 from jdp.base.words import nearest
 from jdp.core.sharding.axes import REPLICA
 from jdp.experiment.keys import OnlyFor
-from jdp.experiment.schema.data import ARRAYS, words_of
+from jdp.experiment.schema.data import ARRAYS
+from jdp.experiment.schema.fields import words_of
 from jdp.experiment.schema.model import NEEDED
 from jdp.experiment.schema.train import BITS_PER_BYTE, OF_TEXT, tops
 
@@ -49,7 +49,7 @@ def _unread(x: Any, table: BaseModel, prefix: str = "") -> Iterator[str]:
 
 
 def _contradictions(x: Any) -> Iterator[str]:
-    """Yield a line for each value that does not go with another one."""
+    """Yield a line for each value that contradicts the value of another key."""
     data, train, config, known = x.data, x.train, x.model.config, x.eval_metrics
     if x.kind != "own":
         if (data.source is None) != bool(data.mixture):

@@ -24,6 +24,7 @@ from jdp.experiment.schema.fields import (
     Prompts,
     Section,
     Single,
+    words_of,
 )
 from jdp.experiment.schema.make import Made
 
@@ -132,8 +133,7 @@ class Sample(Section):
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The texts to continue."""
-        return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
+        return words_of(self.prompt)
 
 
 class Guard(Section):

@@ -32,10 +32,10 @@ PAYLOADS = {"cpu": (2**16, 2**20, 2**24), "": (2**20, 2**25, 2**28)}
 """Platform -> payload of an all-reduce per device, in bytes; "" for all other platforms."""
 _SLOW = 1e9  # bytes a second: 10 Gb/s Ethernet
 _FEWEST, _MOST = 3, 200
+_RDMA = Path("/sys/class/infiniband")
 
 
 def examine_devices() -> list[Finding]:
-    """Check the devices and their communication library."""
     try:
         devices = jax.devices()
     except RuntimeError as error:  # JAX raises it if a platform does not start
@@ -57,8 +57,7 @@ def examine_devices() -> list[Finding]:
 
 
 def _library(platform: str) -> str:
-    rdma = Path("/sys/class/infiniband")
-    names = sorted(each.name for each in rdma.iterdir()) if rdma.is_dir() else []
+    names = sorted(each.name for each in _RDMA.iterdir()) if _RDMA.is_dir() else []
     wire = f"RDMA by {listed(names)}" if names else "TCP; there is no RDMA device"
     if platform == "cpu":
         return "Gloo, over TCP" if jax.process_count() > 1 else "XLA's own, within this process"
@@ -147,11 +146,9 @@ TRY = (
     "sys.exit(not time_all_reduce(2**20, 0.1).right)\n"
 )
 """The program of a try: exit code 0 if the visible GPUs all-reduce, and the sum is right."""
-_RDMA = Path("/sys/class/infiniband")
 
 
 def is_nccl_used() -> bool:
-    """Return whether this process' devices use NCCL."""
     return jax.local_devices()[0].platform in ("gpu", "cuda")
 
 

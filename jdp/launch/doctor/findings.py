@@ -64,7 +64,6 @@ class Examined:
         return rows
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `jdp doctor --json` prints."""
         return {
             "healthy": not self.wrong,
             "processes": len(self.findings),

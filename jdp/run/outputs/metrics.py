@@ -69,7 +69,6 @@ class Metrics:
         self._purge_events_from(resumed_step + 1)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one row."""
         if not self._speaks:
             return
         now = time.time()
@@ -95,7 +94,6 @@ class Metrics:
         self.write(step, values)
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the files and the trackers."""
         with contextlib.ExitStack() as closing:  # all of them, even if the disk is full and each raises
             if self._tracker is not None:
                 closing.callback(self._tracker.close, exit_code)
@@ -150,10 +148,9 @@ def numbers(values: Mapping[str, jax.Array]) -> dict[str, float]:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, non-finite values restored; a half-written last row is left out.
+    """Return the rows of a metrics.jsonl, non-finite values restored, without a half-written last row.
 
-    Raises:
-        ValueError: another line is not a row.
+    Raises ValueError if another line is not a row.
     """
     return [row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()} for row in _rows(file)]
 

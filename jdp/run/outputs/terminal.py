@@ -15,8 +15,6 @@ _BETWEEN = "  "
 
 
 class Display:
-    """Shows the progress of a run."""
-
     def __init__(self, steps: int, *, done: int = 0, to_stderr: bool = False) -> None:
         self._steps = steps
         self._started: tuple[int, float] | None = None

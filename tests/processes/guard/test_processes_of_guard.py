@@ -57,7 +57,9 @@ try:
         os.write(pipe, bytes(4096))
 except BlockingIOError:
     pass
-with watch.Watch(log, deadline.Deadline(3, 60)) as loop:
+limit = deadline.Deadline(3, 60)
+loop = watch.Watch(log, limit)
+with limit:
     loop.deadline.step(1)
     time.sleep(100)
 """

@@ -90,8 +90,8 @@ def test_two_kills_cost_only_time(folder, undisturbed, capfd, monkeypatch):
     assert out.count("resumed after step") == 2
     assert course(folder, "killed") == undisturbed
     first, second = [line for line in diagnose(folder / "runs" / "killed").words if "was killed, by process" in line]
-    assert "was killed, by process 0: Process 0 ended without a word after step 8" in first
-    assert "was killed, by process 1: Process 1 ended without a word after step 4" in second
+    assert "was killed, by process 0: Process 0 ended without a message after step 8" in first
+    assert "was killed, by process 1: Process 1 ended without a message after step 4" in second
     told = read(folder / "runs" / "killed" / EVENT_LOGS / "node-00000.jsonl")
     assert [event["event"] for event in told] == ["ended", "restart"] * 2
     logs = {rank: sorted(file.name for file in (folder / "killed").glob(f"rank-{rank:05}*")) for rank in (0, 1)}

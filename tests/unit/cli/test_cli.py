@@ -128,7 +128,7 @@ MISTAKES = {
     "mesh": (["train", "FILE", "--mesh.data", "3"], "data=3, but there are 8 devices"),
     "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
     "target of brackets": (["verify", "FILE", "--target", "NESTED:1x8"], "is nested too deeply"),
-    "nothing to launch": (["launch", "-n", "2", "x.toml"], "what to launch comes after --; given no --"),
+    "nothing to launch": (["launch", "-n", "2", "x.toml"], "an experiment or a program comes after --; given no --"),
     "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more processes; given 0"),
     "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
     "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "from 1 to train.steps"),

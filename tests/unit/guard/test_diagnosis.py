@@ -66,7 +66,7 @@ def test_who_was_killed_is_who_fell_silent_first(tmp_path):
     waits = [event(1033.0, "alive", doing="waiting for the devices", step=20)]
     found = asked(tmp_path, [*loop(0), *waits], [*loop(1, steps=19), event(1027.5, "begin", doing="save", step=19)])
     assert (found.state, found.began) == ("killed", 1)
-    assert found.words[0].startswith("Process 1 ended without a word after step 19, while saving;")
+    assert found.words[0].startswith("Process 1 ended without a message after step 19, while saving;")
     assert "SIGKILL" in found.words[1]
     assert found.words[2] == "The last lines of logs/rank-00001.log:\n    step 19\n    Out of memory"
 
@@ -90,7 +90,7 @@ def test_ends_of_other_visits_do_not_count(tmp_path):
     logs = ([*loop(rank, steps=19 + rank), *loop(rank, began=2000.0)] for rank in (0, 1))
     found = asked(tmp_path, *logs, supervisor=ends)
     assert found.began == 1
-    assert any(", by process 0: Process 0 ended without a word after step 19" in line for line in found.words)
+    assert any(", by process 0: Process 0 ended without a message after step 19" in line for line in found.words)
 
 
 def test_a_deadline_has_its_own_words(tmp_path):
@@ -116,7 +116,7 @@ def test_who_got_the_signal(tmp_path):
 def test_it_goes_on(tmp_path):
     found = asked(tmp_path, loop(0), loop(1), alive=(0, 1), now=1030.0)
     assert (found.state, found.began) == ("running", None)
-    assert found.words[0] == "It goes on: step 20, training, 2 s after its last event."
+    assert found.words[0] == "It runs: step 20, training, 2 s after its last event."
 
 
 @pytest.mark.parametrize("other", ["late", "silent"])
@@ -128,7 +128,7 @@ def test_it_hangs_and_who_is_behind(tmp_path, other):
     assert (found.state, found.began) == ("hung", 1)
     if other == "late":
         assert found.words[0] == (
-            "It hangs since 6 minutes: Process 1 is at step 19 (waiting for data), all others at 20."
+            "It has hung for 6 minutes: Process 1 is at step 19 (waiting for data), all others at 20."
         )
     else:
         assert "Process 1 does not answer: 373 seconds ago it was at step 19, training." in found.words[0]

@@ -47,8 +47,8 @@ def compiled(**changed):
     return CompiledStep("cpu:4", outlook_of(**changed), [LEAF], ["times are simulated"])
 
 
-def read(*runs, **named):
-    return Reader(run_page(runs, **named))
+def read(*runs):
+    return Reader(run_page(runs))
 
 
 @functools.cache
@@ -150,7 +150,7 @@ def test_many_long_runs_make_a_bounded_page():
     [
         (HISTORY, "finished"),
         (HISTORY[:2], "stopped by SIGTERM"),
-        (HISTORY[:3], "goes on, or was killed"),
+        (HISTORY[:3], "running, or killed"),
         ([{"event": "failed", "step": 1}], "failed"),
         ([{"event": "finished", "step": 1, "stopped_early": True}], "stopped early"),
         ((), "not known"),
