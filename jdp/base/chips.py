@@ -20,8 +20,8 @@ class Chip:
     memory_bytes: int  # the device's own memory
     memory_bandwidth: float
     # dense peak of the matrix units by the XLA element type of the operands ("bf16", "f16", "f32", "f64", "f8e4m3fn",
-    # "f8e5m2", "s8"); a type that is missing has no matrix unit of its own. "f32" is what jax's default precision uses:
-    # TF32 on these GPUs, one bfloat16 pass on TPUs (`jax.lax.Precision`).
+    # "f8e5m2", "s8"); a type that is missing has no matrix unit of its own. "f32" means jax's default precision: TF32
+    # on these GPUs, one bfloat16 pass on TPUs (`jax.lax.Precision`).
     matmul_flops: Mapping[str, float] = field(hash=False)
     vector_flops: float  # fp32, outside the matrix units
     link_bandwidth: float  # inside a host (a TPU: inside a slice), in one direction

@@ -27,10 +27,7 @@ _NOWHERE = Path(os.devnull) / "jdp"
 
 
 def default_folder() -> Path:
-    """Return $JDP_CACHE_DIR, else `jdp` in the user's cache folder (XDG Base Directory Specification).
-
-    Without a home folder, return a folder that cannot be written: see `without_home`.
-    """
+    """Return $JDP_CACHE_DIR, else `jdp` in the user's cache folder (XDG Base Directory), else `_NOWHERE`."""
     if chosen := os.environ.get("JDP_CACHE_DIR"):
         return user_path(chosen)
     if chosen := os.environ.get("XDG_CACHE_HOME"):
@@ -97,7 +94,7 @@ class Cache:
         return None
 
     def store(self, name: str, write: Callable[[BinaryIO], object]) -> None:
-        """Store what `write` writes, completely or not at all, even if several processes store the same entry."""
+        """Store an entry by `write(file)`, completely or not at all, even if several processes store it at once."""
         try:
             make_folder(self.folder)
             with tempfile.TemporaryDirectory(dir=self.folder) as temporary:  # removed also when the disk is full

@@ -19,7 +19,8 @@ device, and a card or switch that groups share. NCCL has no model for direct sen
 """
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jdp.base.chips import Chip, Gpu
@@ -44,6 +45,12 @@ class Group(NamedTuple):
     hosts: int
     fewest: int
     most: int
+
+    @staticmethod
+    def of(hosts: Iterable[int]) -> "Group":
+        """Return the group of members on these hosts: the number of a host for each member."""
+        counts = Counter(hosts)
+        return Group(counts.total(), len(counts), min(counts.values()), max(counts.values()))
 
 
 class _Protocol(NamedTuple):

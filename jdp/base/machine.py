@@ -30,11 +30,7 @@ def choose_platform(devices: int | None = None) -> None:
 
 
 def use_cpu_devices(count: int) -> None:
-    """Have JAX start `count` virtual CPU devices, and XLA enough threads for them.
-
-    Raises:
-        RuntimeError: JAX has started its devices.
-    """
+    """Have JAX start `count` virtual CPU devices, with enough threads; RuntimeError if its devices have started."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", count)

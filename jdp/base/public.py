@@ -26,9 +26,8 @@ _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist
 def public(check: Callable[..., None] | None = None) -> Callable[[Function], Function]:
     """Decorate a public function: shorten the tracebacks of its exceptions.
 
-    Args:
-        check: called with the function's arguments after an exception; if an argument is at fault, it raises a
-            UserError, which replaces the exception. A call that succeeds does not wait for it.
+    After an exception, and only then, `check` is called with the same arguments. If one of them is at fault, it raises
+    a UserError, which replaces the exception.
     """
 
     def decorate(function: Function) -> Function:
@@ -56,7 +55,7 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
 
 def shortened(first: TracebackType | None, at_end: bool) -> TracebackType | None:
     """Reduce each row of jdp's frames that leads to a frame of the user to its first; drop those `at_end`."""
-    row: list[TracebackType] = []  # since the user's last frame: jdp's first, then those of libraries that it calls
+    row: list[TracebackType] = []  # since the user's last frame: jdp's first frame, then those of libraries it calls
     frame = first
     while frame is not None:
         if is_users(frame.tb_frame):
@@ -80,7 +79,7 @@ def _is_jdps(frame: FrameType) -> bool:
 def is_users(frame: FrameType) -> bool:
     """Return whether a frame is neither jdp's, nor Python's, nor an installed package's."""
     name = frame.f_code.co_filename
-    if name == "<string>":  # `python -c`, or what a dataclass generates
+    if name == "<string>":  # `python -c`, or code that a dataclass generated
         return frame.f_globals.get("__name__") == "__main__"
     if name.startswith("<"):  # notebooks and doctests; Python's own modules
         return not name.startswith("<frozen")

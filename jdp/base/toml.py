@@ -1,6 +1,6 @@
 """TOML: write values and keys, shorten them for messages, and parse within limits.
 
-A message must not repeat ten megabytes of input.
+Values are shortened because a message must not repeat ten megabytes of input.
 """
 
 import json
@@ -95,7 +95,6 @@ _TOO_DEEP = f"is nested too deeply: tables and arrays may be nested {DEEPEST} le
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Parse TOML text."""
     try:
         table = tomllib.loads(text)
     except RecursionError:

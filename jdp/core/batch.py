@@ -1,4 +1,7 @@
-"""Check and copy the arguments of a step: the batch's rows, arrays that nobody else writes into, a live state."""
+"""Check the arguments of a step: rows and devices of the batch, a state that was not donated, equal processes.
+
+NumPy arrays of a batch are copied, because the user's loader may write into them again.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -27,21 +30,21 @@ def batch_rows(batch: Batch) -> int:
             given = f"{dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else cut(described(leaf), 40)
             raise UserError(
                 f"A batch holds arrays of numbers; given batch{jax.tree_util.keystr(path)} = {given}. Leave it out, or "
-                "make numbers of it, as a tokenizer does of text."
+                "convert it to numbers, as a tokenizer does with text."
             )
         sizes[path] = np.shape(leaf)[:1]
     if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
         by_size = {size: path for path, size in reversed(sizes.items())}
         shown = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
         more = f"; {len(sizes)} arrays in all" if len(sizes) > len(shown) else ""
-        fix = " A list is taken entry by entry: np.asarray makes an array of it." if () in by_size else ""
+        fix = " A list is a tree of its entries: np.asarray makes an array of it." if () in by_size else ""
         if by_size and not fix:
             counts = sorted(size for (size,) in by_size)
             divides = counts[0] > 1 and not any(count % counts[0] for count in counts)
             each = f", {counts[0]} rows of {' + '.join(str(n // counts[0]) for n in counts[::-1])}" if divides else ""
             fix = (
-                f" Make one row of what belongs together{each}; or stack a part for each device, [parts, ...], as of "
-                "graphs, and jax.vmap over the parts in the loss (jdp/core/losses.md)."
+                f" Put values that belong together into one row{each}; or stack a part for each device, [parts, ...], "
+                "as for graphs, and use jax.vmap over the parts in the loss (jdp/core/losses.md)."
             )
         raise UserError(
             "All arrays of a batch share their leading dimension, the examples; given "
@@ -65,10 +68,7 @@ def joined(x: jax.Array) -> jax.Array:
 
 
 def owned(leaf: Any) -> Any:
-    """Copy an array that is no `jax.Array`: a loader that fills one buffer again would change batches before.
-
-    On the CPU JAX takes an aligned NumPy array without a copy (`may_alias=False` does not prevent it).
-    """
+    """Copy an array that is no `jax.Array`: on CPUs JAX may share its buffer, which a loader may write into again."""
     return leaf if isinstance(leaf, jax.Array) else np.array(np.asarray(leaf))
 
 
@@ -80,7 +80,7 @@ def owned_batch(batch: Batch) -> Batch:
 
 
 def check_state(state: Any, call: str, batch: Any = None) -> None:
-    """Check that the state of a call is a `TrainState`: often it is a step's whole result, or in another place."""
+    """Check that the state of a call is a `TrainState`, and not a step's whole result or an exchanged argument."""
     if isinstance(state, TrainState):
         return
     fix = "Make one: state = jdp.init_state(init, tx, plan, rng=jax.random.key(0))"
@@ -92,10 +92,7 @@ def check_state(state: Any, call: str, batch: Any = None) -> None:
 
 
 def check_operands(mesh: Mesh, batch: Any, **trees: Any) -> None:
-    """Check that a batch is one, and that all arrays of a call are on the devices of its mesh.
-
-    `trees` are the call's other operands, by their names in messages.
-    """
+    """Check the form of a batch, and that it and the other `trees` of a call are on the devices of the call's mesh."""
     if isinstance(batch, Iterator):
         raise UserError(f"A batch is a pytree of arrays; given {described(batch)}. Take batches from it by a loop.")
     check_keys(batch)
@@ -142,21 +139,21 @@ def check_alive(state: Any) -> None:
 def _is_deleted(leaf: Any) -> bool:
     try:
         return leaf.is_deleted()
-    except (AttributeError, jax.errors.ConcretizationTypeError):  # no JAX array; a tracer, in a user's jitted function
+    except (AttributeError, jax.errors.ConcretizationTypeError):  # no JAX array, or a tracer in a user's function
         return False
 
 
 def signature(batch: Batch) -> Any:
-    """Return a hashable value that is equal for batches of the same program; None for tracers. Every call does it."""
+    """Return a hashable value, equal for batches that share a program; None for tracers. Every call does it."""
     leaves, treedef = jax.tree.flatten(batch)
     try:
         return treedef, tuple((leaf.shape, leaf.dtype) if _is_global(leaf) else None for leaf in leaves)
-    except jax.errors.ConcretizationTypeError:  # a tracer, in a user's jitted function
+    except jax.errors.ConcretizationTypeError:  # a tracer in a user's jitted function
         return None
 
 
 def check_global(batch: Batch) -> None:
-    """Check that every leaf is a global array over several processes; a step would take local rows for all rows."""
+    """Check that every leaf is a global array of several processes: a step takes the rows of a leaf for all rows."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if not _is_global(leaf):
             kind = "an array" if isinstance(leaf, jax.Array) else f"a {type(leaf).__module__}.{type(leaf).__name__}"
@@ -168,10 +165,7 @@ def check_global(batch: Batch) -> None:
 
 
 def agree_on_inputs(caller: str, state: AnyState, batch: Batch, plan: Plan, *, again: bool = False) -> None:
-    """Check that all processes have the same shapes, dtypes, plan and key; raise as `agree` does.
-
-    `again`: they agreed before on these shapes, and were called with others since.
-    """
+    """Check that all processes have the same inputs; raise as `agree` does. `again`: they agreed on these before."""
     fix = "Each process feeds as many rows as it has shards of the batch (jdp.process_rows), and all the same dtypes."
     numbers = "\n".join(f"{path} = {text}" for path, _, text in local_numbers(state)) or "none"
     facts = [
@@ -188,13 +182,13 @@ def agree_on_inputs(caller: str, state: AnyState, batch: Batch, plan: Plan, *, a
 
 
 def local_numbers(state: AnyState) -> tuple[tuple[str, str, str], ...]:
-    """Return (path, dtype, value) of scalars that a user set in a train state, which are this process' alone."""
+    """Return (path, dtype, value) of the scalars that a user set in a train state, which only this process has."""
     names = ("params", "opt_state", "model_state") if isinstance(state, TrainState) else ()
     tree = {name: getattr(state, name) for name in names}
     try:
-        if all(map(_is_ours, jax.tree.leaves(tree))):  # every call does it: paths are for the few that are not
+        if all(map(_is_ours, jax.tree.leaves(tree))):  # usual and fast, as each call of a step does it
             return ()
-    except jax.errors.ConcretizationTypeError:  # a tracer, in a user's jitted function
+    except jax.errors.ConcretizationTypeError:  # a tracer in a user's jitted function
         return ()
     found = ((path_of(p), np.asarray(x)) for p, x in jax.tree.leaves_with_path(tree) if not _is_ours(x))
     return tuple((path, str(x.dtype), str(x)) for path, x in found)

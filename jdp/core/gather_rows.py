@@ -54,7 +54,7 @@ def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x, numbers
     first = jax.lax.axis_index(axes) * x.shape[0]
     rows = jax.lax.all_gather(x, axes, axis=0, tiled=True)
-    return checkpoint_name(rows, "gathered_rows"), numbers + first  # kept where gathered weights are not
+    return checkpoint_name(rows, "gathered_rows"), numbers + first  # remat keeps them, unlike weights
 
 
 def recording() -> AbstractContextManager[list[bool]]:

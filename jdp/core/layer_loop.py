@@ -42,35 +42,21 @@ Stacks = dict[str, Any]
 
 
 class _Residuals(NamedTuple):
-    """How a layer's derivative is rebuilt from its residuals: filled when the forward pass is traced.
+    """How a layer's derivative is rebuilt from its residuals: set when the forward pass is traced."""
 
-    Attributes:
-        structure: of the derivative, a pytree of arrays.
-        places: for each leaf its index among weights, others and outer values, which are not kept; None for a residual.
-        results: the shapes of a layer's results.
-    """
-
-    structure: Any
-    places: list[int | None]
-    results: Any
+    structure: Any  # of the derivative, a pytree of arrays
+    places: list[int | None]  # of each leaf among weights, others and outer values, which are not kept; None: residual
+    results: Any  # the shapes of a layer's results
 
 
 @dataclass
 class LayerLoop:
-    """A loop over layers, for one call.
-
-    Attributes:
-        boundary: gathers weights and sums their gradients.
-        placements: of the stacked weights.
-        policy: what the backward pass keeps, as for `jax.checkpoint`.
-        is_unrolled: True if layers are compiled one by one.
-        count: the number of layers.
-    """
+    """A loop over `count` layers, for one call."""
 
     boundary: Boundary
-    placements: list[Placement]
-    policy: Callable[..., bool]
-    is_unrolled: bool
+    placements: list[Placement]  # of the stacked weights
+    policy: Callable[..., bool]  # as for `jax.checkpoint`: which values are kept for the backward pass
+    is_unrolled: bool  # layers are compiled one by one
     count: int
     _layer: Layer = field(init=False)
     _is_ahead: bool = field(init=False)  # gathers are sent before they are needed
@@ -81,11 +67,7 @@ class LayerLoop:
     def __call__(self, layer: Layer, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Any]:
         """Return, like a scan, the last layer's carry and the stacked outputs of all layers.
 
-        Args:
-            layer: (gathered weights, others, carry) -> (carry, outputs). Its closure is differentiated too.
-            weights: [layers, ...], gathered at use.
-            others: [layers, ...], arrays that are not gathered.
-            carry: a pytree of arrays that enters the first layer.
+        `weights` and `others` are [layers, ...]; only `weights` are gathered. The layer's closure is differentiated.
         """
         self.is_unrolled |= self.count < 3
         sends = self.boundary.gather is not None and any(placement.dim is not None for placement in self.placements)
@@ -107,7 +89,10 @@ class LayerLoop:
     def _saving(self, weights: list[Weight], others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any]:
         """Return the results of `_plain`, and the values for the backward pass."""
         checkpointed = jax.checkpoint(self._layer, policy=self.policy, prevent_cse=False)
-        carry = self._like_later(carry, others, outer)
+        # XLA must see the first layer like later ones: with a carry distinct from other operands, and not a constant.
+        beside = {id(x) for x in jax.tree.leaves((others, outer))}
+        is_like = lambda x: isinstance(x, Tracer) and x.ndim > 0 and id(x) not in beside  # noqa: E731
+        carry = jax.tree.map(lambda x: x if is_like(x) else jax.lax.optimization_barrier(x), carry)
 
         def call(gathered: list[Any], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
             results, back = jax.vjp(checkpointed, gathered, others, carry, *outer)
@@ -122,12 +107,6 @@ class LayerLoop:
         carry, stacks = self._forward(call, weights, others, carry)
         gathered = [] if self._keeps else stacks["gathered"]
         return (carry, self._stacked(stacks["outputs"])), (weights, others, outer, stacks["residuals"], gathered)
-
-    def _like_later(self, carry: Any, others: list[Any], outer: list[Any]) -> Any:
-        """Return the first layer's carry as later ones are: distinct from other operands, and not a constant."""
-        beside = {id(x) for x in jax.tree.leaves((others, outer))}
-        is_like = lambda x: isinstance(x, Tracer) and x.ndim > 0 and id(x) not in beside  # noqa: E731
-        return jax.tree.map(lambda x: x if is_like(x) else jax.lax.optimization_barrier(x), carry)
 
     def _forward(self, call: Any, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
         """Run `call`(gathered weights, others, carry) -> (carry, results to stack) for all layers."""
@@ -160,7 +139,7 @@ class LayerLoop:
                 its_residuals, d_carry = jax.lax.optimization_barrier((its_residuals, d_carry))
             gathered = gathered or ([] if self._keeps else self._gather(weights, k, d_carry))
             args = (d_carry, _at(d_outputs, k)), gathered, _at(others, k), its_residuals, outer
-            if self._derivative is None and not traced_model_axes():  # there XLA's order hides more
+            if self._derivative is None and not traced_model_axes():  # with model axes XLA's order hides more
                 self._derivative = LayerDerivative(self._differentiated, *args)
             sends = (following, reduced, finished) if twice else (following, finished)
             derivative = partial(self._derivative, sends) if self._derivative else self._differentiated
@@ -206,7 +185,7 @@ class LayerLoop:
         return d_weights, _floats(d_carry), (_floats(d_others), _floats(d_outer))
 
     def _gather(self, weights: list[Weight], k: Any, earlier: Any = ()) -> list[Any]:
-        """Gather a layer's weights after `earlier`: XLA would combine gathers that may start together."""
+        """Gather a layer's weights once `earlier` is computed: XLA would combine gathers that may start together."""
         values = [_at(weight.value, k) for weight in weights]
         if earlier:
             values, _ = jax.lax.optimization_barrier((values, earlier))
@@ -248,7 +227,7 @@ class LayerLoop:
             k = order[alone] + 2 * i * step
             return one(k + step, *one(k, *carried))
 
-        # then pairs, then the last round
+        # rounds before the pairs; after the pairs follows the last round
         alone = self.count if self.is_unrolled else peeled + (self.count - 1 - peeled) % 2
         for k in order[:alone]:
             state, stacks = one(k, state, stacks)
@@ -308,6 +287,6 @@ def _floats(tree: Any) -> list[Any]:
 
 
 def _with_floats(tree: Any, floats: Sequence[Any], other: Callable[[Any], Any] = lambda x: None) -> Any:
-    """Replace the floating-point arrays of a tree by `floats`, and every other array by `other` of it."""
+    """Replace the floating-point arrays of a tree by `floats`, and every other array x by `other(x)`."""
     rest = iter(floats)
     return jax.tree.map(lambda x: next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else other(x), tree)

@@ -1,17 +1,16 @@
 """The derivative of one layer as XLA should compute it: the only place in jdp that changes a program.
 
-Gradients of weights are matrix products of 16-bit numbers, turned to float32 to be summed. They are made in float32:
-tensor cores sum in float32 anyway; rounded to 16 bits between, a gradient loses digits, and a kernel reads and writes
-all of it. What is carried from layer to layer keeps its rounding.
+A weight's gradient is a matrix product of 16-bit numbers, cast to float32 to be summed. Here the product itself has a
+float32 result, because tensor cores sum in float32 anyway. A 16-bit result would lose digits, and its cast would read
+and write the whole gradient. Gradients that one layer passes to the next keep their 16 bits.
 
-XLA's scheduler counts kernels, not their seconds, and would hide a collective behind the smallest. So large products
-on the way to the gradient that is carried on wait for what is sent meanwhile, one for each collective.
+XLA's scheduler counts kernels, not their seconds, and may hide a collective behind a very short kernel. So large
+products of the gradient that is passed on wait for the collectives of the same round, one product for each collective.
 
-Layers on a mesh with an axis of the model's keep XLA's order and products, because it then hides more of what is sent
-along that axis: experiments/tensor_parallel.toml is foreseen at 813 ms a step on h100:8x8 instead of 858.
+On a mesh with a model axis, layers keep XLA's order and products, because XLA then hides more of the traffic along that
+axis: experiments/tensor_parallel.toml is foreseen at 813 ms a step on h100:8x8 instead of 858.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -21,12 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
+from jdp.core.reading.flops import flops_of
 from jdp.core.reading.jaxprs import bind, run
 
 _CALLS = ("jit", "closed_call", "checkpoint", "remat2")
 _SAME_ELEMENTS = ("transpose", "reshape", "squeeze", "copy")
 _WAITING = {1: (0.5,), 2: (0.5, 0.9), 3: (0.4, 0.6, 0.9)}
-"""Number of collectives -> the shares of the multiplications that are done before each is waited for."""
+"""Number of collectives -> for each, the share of the FLOPs after which a product waits for it."""
 
 
 class LayerDerivative:
@@ -41,7 +41,7 @@ class LayerDerivative:
         self._carried = outputs[first : first + carried]
 
     def __call__(self, meanwhile: Sequence[Any], *args: Any) -> Any:
-        """Evaluate it, while the arrays of these trees are sent `meanwhile`."""
+        """Evaluate it; `meanwhile` are trees of arrays that collectives send at the same time, one tree for each."""
         sends = list(filter(None, meanwhile))
         waiting = dict(zip(_waiting(self._program, self._carried, len(sends)), sends, strict=False))
 
@@ -66,7 +66,7 @@ def _written_out(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _wide_products(program: ClosedJaxpr, gradients: Sequence[Any]) -> set[Any]:
-    """Return the 16-bit products of which gradients are the float32 form, and that nothing else takes."""
+    """Return the 16-bit products that are only cast to float32 and returned as these gradients."""
     makers = {eqn.outvars[0]: eqn for eqn in program.jaxpr.eqns if len(eqn.outvars) == 1}
     uses = Counter(x for eqn in program.jaxpr.eqns for x in _variables(eqn.invars))
     uses.update(_variables(program.jaxpr.outvars))
@@ -90,23 +90,16 @@ def _is_16_bit_product(eqn: JaxprEqn) -> bool:
 
 
 def _waiting(program: ClosedJaxpr, carried: Sequence[Any], sends: int) -> list[Any]:
-    """Return the results of the products on the way to `carried` that wait for `sends` collectives."""
+    """Return the results of those products that `carried` depends on and that wait for one of `sends` collectives."""
     needed, products = set(_variables(carried)), list[JaxprEqn]()
     for eqn in reversed(program.jaxpr.eqns):
         if not needed.isdisjoint(eqn.outvars):
             needed.update(_variables(eqn.invars))
             products += [eqn] if eqn.primitive.name == "dot_general" else []
     products.reverse()
-    done = list(accumulate(map(_multiplications, products)))
+    done = list(accumulate(map(flops_of, products)))
     places = [next(i for i, n in enumerate(done) if n >= share * done[-1]) for share in _WAITING.get(sends, ()) if done]
     return [products[i].outvars[0] for i in places]
-
-
-def _multiplications(product: JaxprEqn) -> int:
-    (contracted, _), _ = product.params["dimension_numbers"]
-    left: Any = product.invars[0].aval
-    result: Any = product.outvars[0].aval
-    return math.prod(result.shape) * math.prod(left.shape[i] for i in contracted)
 
 
 def _variables(atoms: Sequence[Any]) -> Iterator[Any]:

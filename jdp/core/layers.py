@@ -1,11 +1,11 @@
-"""The layer loop of a deep model: here a layer is gathered and its gradient summed, and rematerialisation is chosen.
+"""The layer loop of a deep model: it gathers each layer, sums its gradient, and chooses rematerialisation.
 
 A step passes the loss function complete parameters, gathered at the start, so that any code is correct. `scan_layers`
 looks its leaves up in the `GatherTable` and loops over their shards (`layer_loop.py`); the gather at the start is then
 dead code. A leaf that was cast or reshaped before is not in the table: it is gathered for the whole step, and reported.
 
-Nothing is sent ahead where XLA inserts the collectives ("auto"), of a list of layers, and under `vmap`. There ZeRO-3
-gathers a layer in the call of the block, which is rematerialised.
+If XLA inserts the collectives ("auto"), for a list of layers, and under `vmap`, nothing is sent ahead. ZeRO-3 then
+gathers a layer inside the call of the block, which is rematerialised.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class GatherTable:
 
 
 _SMALL = 2**16
-"""Bytes of a norm or bias of a layer, at most: these are gathered for all layers at once. Each by itself would be a
-slice, a cast and a collective in each layer."""
+"""Norms and biases of at most this many bytes a layer are gathered for all layers at once. Gathered alone, each would
+take a slice, a cast and a collective in every layer."""
 _MOST_UNROLLED = {"cpu": 8, "gpu": 128}
-"""Platform -> the most layers that are compiled one by one. Each more takes half a second to compile for a GPU, and a
-loop copies what is stacked: 80 layers of Llama 3 8B's width (zero3, h100:8x8, 4096 tokens a GPU, simulated) take 1,090
-ms as a loop and 991 one by one; with 8192 tokens, where memory is short, 2,762 and 2,115."""
+"""Platform -> the most layers that are compiled one by one. Each takes half a second to compile for a GPU, but a loop
+copies its stacks. 80 layers of Llama 3 8B's width (zero3, h100:8x8, 4096 tokens a GPU, simulated) take 1,090 ms as a
+loop and 991 one by one; with 8192 tokens, when memory is short, 2,762 and 2,115."""
 _CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
 
 
@@ -120,7 +120,7 @@ def looped(
             x = _unrolled(block, layer, x, gathers, remat)
         return x
     _check_stacked(stacked)
-    # under `jax.vmap` each row's gradient of a layer would be summed over devices by itself
+    # under `jax.vmap` each row's gradient of a layer would be summed over devices separately
     is_batched = any(isinstance(leaf, BatchTracer) for leaf in jax.tree.leaves(x))
     in_loop = gathers is not None and gathers.boundary.in_loops and not is_batched
     body = _Body(block, changes.flatten(stacked), gathers, remat, leading=1, in_loop=in_loop, is_loop=scan is True)
@@ -166,7 +166,7 @@ def _scanned(body: _Body, stacked: PyTree, x: PyTree) -> PyTree:
 
 
 class _Body:
-    """The call of one layer as a function of arrays alone, which JAX can scan and checkpoint."""
+    """The call of one layer as a function of arrays only, which JAX can scan and checkpoint."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class _Body:
         self.is_rematerialised = remat is not None or (gathers_here and not in_loop)
         self.is_traced = leading > 0 or self.is_rematerialised
         self.outside = changes.closed_over(block, excluding=layer.variables) if self.is_traced else []
-        self.record: changes.Record = []  # of the last call, as `changed`
+        self.record: changes.Record = []  # of the last call, like `changed`
         self.changed: list[int] = []  # indices in `outside`
 
     def __call__(self, x: Any, operands: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:
@@ -209,7 +209,7 @@ class _Body:
         return self.run(x, arrays, outside)
 
     def run(self, x: Any, arrays: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Return the same for gathered weights."""
+        """Return the same, given gathered weights."""
         arrays = list(arrays)
         for i, leaf in self.fixed.items():
             arrays.insert(i, leaf)
@@ -223,7 +223,7 @@ class _Body:
         return x, own, after
 
     def loop(self, layer: Callable[..., Any], carry: Any) -> tuple[Any, Any]:
-        """Run the layers so that each is gathered before it is needed; return what a scan returns."""
+        """Run the layers by a `LayerLoop`, which gathers them ahead, with the results of a scan."""
         boundary = self.boundary
         assert boundary is not None
         weights = [leaf for leaf, placement in zip(self.operands, self.placements, strict=True) if placement]
@@ -249,11 +249,11 @@ class _Body:
 
     @property
     def unrolls(self) -> bool:
-        """Whether a loop over stacked layers is compiled layer by layer, if they are few: a loop copies activations.
+        """Whether stacked layers are compiled one by one, if they are few: a loop would copy their activations.
 
-        On a CPU rematerialised layers stay a loop, which keeps XLA from merging the second time with the first. So do
-        layers beside a `model` axis, along which XLA sends more while it computes in a loop (tensor_parallel on
-        h100:8x8, simulated: 807 ms in place of 891).
+        On a CPU rematerialised layers stay a loop, so that XLA does not merge the recomputation with the forward pass.
+        On a mesh with a model axis layers stay a loop too, because XLA then hides more of the traffic along that axis.
+        A step of experiments/tensor_parallel.toml takes 813 ms on h100:8x8 (simulated, experiments/LOG.md).
         """
         platform = traced_device().platform
         few = self.layers <= _MOST_UNROLLED.get(platform, 0)
@@ -271,7 +271,7 @@ class _Body:
         if self.unrolls:
             return f"the {self.layers} layers are compiled one by one, which copies less than a loop"
         most = _MOST_UNROLLED["gpu"]
-        why = "that sends less beside a model axis" if self.layers <= most else f"one by one compile up to {most}"
+        why = "with a model axis it hides more" if self.layers <= most else f"at most {most} are compiled one by one"
         return f"the {self.layers} layers are a loop: {why}"
 
     @property
@@ -292,16 +292,14 @@ def _operand(
         return leaf, None
     again = gathers.boundary.again
     if id(leaf) not in gathers.table:
-        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
-            return leaf, None
-        if again:
+        if again and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
             notice(
-                f"scan_layers: {name} {leaf.shape} is not a parameter as it stands in the model, so it is gathered for "
+                f"scan_layers: {name} {leaf.shape} is not a parameter itself but a changed copy, so it is gathered for "
                 "the whole step; cast or reshape it inside the block"
             )
         return leaf, None
     _, weight, placement = gathers.table[id(leaf)]
-    is_small = leaf.ndim <= leading + 1 and leaf.nbytes <= leaf.shape[0] * _SMALL if in_loop else False
+    is_small = in_loop and leaf.ndim <= leading + 1 and leaf.nbytes <= leaf.shape[0] * _SMALL
     if is_small or not (in_loop or again) or not (placement.dim is not None or gathers.boundary.with_replicated):
         return leaf, None
     if placement.dim is not None and placement.dim < leading:
@@ -316,7 +314,7 @@ def _operand(
 
 
 def _check_call(block: Any, x: Any) -> None:
-    """Check that a block is a function and activations are arrays: the arguments are easily exchanged."""
+    """Check that the block is a function and the activations are arrays: they are easily exchanged."""
     rule = "scan_layers(block, stacked, x) takes a function block(layer, x), the layers, and the activations x"
     if not callable(block) or flax_nnx.is_module(block):
         raise UserError(f"{rule}; given {described(block)} as the block. Write lambda layer, x: layer(x).")
@@ -338,7 +336,7 @@ def _check_stacked(stacked: PyTree) -> None:
 
 
 def _check_alike(x: PyTree, new: PyTree, stacked: PyTree) -> None:
-    """Check that a block returned activations like those that it got; not if it got one layer's weights in part."""
+    """Check that a block returned activations like its argument; they also differ if `stacked` is one layer only."""
     (before, tree), (after, other) = jax.tree.flatten(x), jax.tree.flatten(new)
     pairs = zip(before, after, strict=False)
     differing = [(a, b) for a, b in pairs if _text(a) != _text(b) and not getattr(a, "weak_type", False)]

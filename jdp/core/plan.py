@@ -181,10 +181,8 @@ class Plan:
             static: the state's: which parameters are trained, and the specs that the model's own metadata asks for.
         """
         self.check_rules([path_of(path) for path, _ in jax.tree.leaves_with_path(params)])
-        if static is None:
-            return self.tree_placements(params)
-        placements = self.tree_placements(params, static.specs)
-        if static.trained is None:
+        placements = self.tree_placements(params, () if static is None else static.specs)
+        if static is None or static.trained is None:
             return placements
         leaves, treedef = jax.tree.flatten(placements)
         return treedef.unflatten([replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)])

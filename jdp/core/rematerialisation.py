@@ -65,7 +65,7 @@ def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
 def keep_costly(prim: Any, *_: Any, **params: Any) -> bool:
     """Keep everything except gathered weights and values that cost little to compute again.
 
-    So convolutions, fused attention, custom kernels, collectives and embeddings' rows are computed once.
+    Convolutions, fused attention, custom kernels, collectives and embeddings' rows are thus computed once.
     """
     if prim.name == "dot_general":
         return _save_products(prim, **params)
@@ -82,7 +82,7 @@ def _is_marked(prim: Any, params: Mapping[str, Any], *names: str) -> bool:
 
 
 def check_marks(program: Any) -> None:
-    """Refuse a traced block without a mark, of which the policy would keep nothing."""
+    """Refuse a traced block without a mark, because the policy would keep nothing."""
     if not any(_is_marked(eqn.primitive, eqn.params, ATTENTION) for eqn in every_eqn(program.jaxpr)):
         raise UserError(
             f'remat = "{EXCEPT_MLP}" keeps values that the block marks by jax.ad_checkpoint.checkpoint_name(x, '

@@ -77,7 +77,7 @@ class TrainState(Generic[Model]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Models:
-    """The arguments of a loss beside its batch, for a gradient: as in `TrainState`, but with tuples for the models."""
+    """The arguments of a gradient's loss beside its batch: like a `TrainState`, with an entry for each model."""
 
     params: PyTree
     model_state: PyTree

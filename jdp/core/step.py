@@ -35,7 +35,7 @@ _CHANGEABLE = ("accumulate", "check_loss", "compiler")
 
 
 def _check_call(step: Step[Any], state: TrainState, batch: Batch) -> None:
-    """Check the operands of a call that failed: JAX's own errors would name jdp's internals."""
+    """Check the operands of a call that failed, because JAX's own errors would name jdp's internals."""
     check_state(state, "step(state, batch)", batch)
     check_operands(step.plan.mesh, batch, state=state)
 
@@ -68,7 +68,7 @@ class Step(Generic[Kind]):
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
 
-    __slots__ = ("__weakref__", "_options", "loss", "sends")  # no other is set by mistake
+    __slots__ = ("__weakref__", "_options", "loss", "sends")  # so that no other is set by mistake
 
     loss_fn: LossFn = read_only("loss.loss_fn")
     plan: Plan = read_only("loss.plan")
@@ -106,7 +106,7 @@ class Step(Generic[Kind]):
         keeps = debugs and self.settings.donate and self.settings.train
         run = self._compiled("keeping", donates=False) if keeps else loss.compiled.get("step") or self.jitted
         if self.compiler_options and not trace_state_clean():
-            notice("inside of another jit a step has that one's compiler options: its own are left out")
+            notice("a step inside another jit has the compiler options of that jit: its own are left out")
             run = self._jit(donated=(), options={})
         results = run(state, batch)
         loss.limit_run_ahead(results[1] if self.settings.train else results)
@@ -137,7 +137,7 @@ class Step(Generic[Kind]):
             with tracing_on(loss.plan.mesh):
                 return _train(loss, state, batch) if loss.settings.train else means(loss.evaluate(state, batch))
 
-        step.__name__ = "train_step" if loss.settings.train else "eval_step"  # the program's, in profiles
+        step.__name__ = "train_step" if loss.settings.train else "eval_step"  # the program's name in profiles
         return jax.jit(step, donate_argnums=donated, compiler_options=options or None)
 
     @public(_check_lowering)
@@ -150,7 +150,7 @@ class Step(Generic[Kind]):
             batch: arrays, or `jax.ShapeDtypeStruct` of global shapes; those without a sharding get the plan's.
 
         Returns:
-            What `lower` of a jitted function returns.
+            A `jax.stages.Lowered`, as of a jitted function.
 
         Raises:
             ValueError: the batch's rows do not divide, or a parameter has another dtype than `Precision.params`.
@@ -181,7 +181,7 @@ class Step(Generic[Kind]):
             compiler_options: options of XLA's compiler, by their names, beside the step's own.
 
         Returns:
-            What `compile` of a lowered function returns.
+            A `jax.stages.Compiled`, as of a lowered function.
 
         Raises:
             ValueError: the batch's rows do not divide, or a parameter has another dtype than `Precision.params`.
@@ -189,7 +189,7 @@ class Step(Generic[Kind]):
         return self.lower(state, batch).compile(compiler_options=compiler_options or None)
 
     def on(self, mesh: Mesh) -> Step[Kind]:
-        """Return this step for another mesh, with what was found when its loss was tried.
+        """Return this step for another mesh, with the result of the trial of its loss.
 
         Args:
             mesh: as for `Plan`, for example of devices that are only described.

@@ -14,15 +14,12 @@ FP32 = Precision()
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """The settings of a step or a gradient: the keywords of `make_train_step`, checked.
-
-    `requested` is the requested partitioning, "manual" with `wire`. `train` is False for an evaluation.
-    """
+    """The settings of a step or a gradient: the keywords of `make_train_step`, checked."""
 
     precision: Precision = FP32
-    requested: Partitioning | None = None
+    requested: Partitioning | None = None  # the keyword `partitioning`; "manual" with `wire`
     accumulate: int = 1
-    train: bool = True
+    train: bool = True  # False for an evaluation
     wire: Encoding | None = None
     check_loss: bool = True
     clip_norm: float | None = None

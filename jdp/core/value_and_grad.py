@@ -289,11 +289,11 @@ class ValueAndGrad(Generic[*Arguments]):
                 if adapter is not None:
                     flax_nnx.write_back(model, adapter, before, after)
 
-        def own(number: int) -> Any:
+        def gradients_of(number: int) -> Any:
             adapter = adapters[number]
             return grads[number] if adapter is None else flax_nnx.gradient_state(adapter, grads[number])
 
-        return own(self.argnums) if isinstance(self.argnums, int) else tuple(map(own, self.argnums))
+        return gradients_of(self.argnums) if isinstance(self.argnums, int) else tuple(map(gradients_of, self.argnums))
 
     def _check_models(self, state: Models) -> None:
         """Check that real models hold their arrays, in the plan's shardings."""
@@ -321,7 +321,7 @@ class ValueAndGrad(Generic[*Arguments]):
         """Refuse a call inside of `shard_map`, and report models that a jitted function closes over."""
         if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.mesh.axis_names}:
             raise UserError(
-                "A gradient is of global arrays, and shards them itself; given a call inside a shard_map over "
+                "A gradient takes global arrays and shards them itself; given a call inside a shard_map over "
                 f"{', '.join(sorted(manual))}. Call it outside."
             )
         for number, params in enumerate(state.params):

@@ -40,7 +40,6 @@ class Estimate:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return 1 if self.report is None else math.prod(self.report.mesh.values())
 
     @property
@@ -89,7 +88,7 @@ class Estimate:
 
     @property
     def step_range(self) -> tuple[float, float] | None:
-        """(least, most) seconds of a step by the error on published runs; None if unknown."""
+        """(least, most) seconds of a step, given the error on published runs; None if unknown."""
         if self.timeline is None or self.timeline.error is None:
             return None
         factor = 1 + self.timeline.error
@@ -272,7 +271,7 @@ def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> str:
 
 
 def _with_narrow_gradients(report: Report) -> list[str]:
-    """Return a sentence, what gradients summed in 16 bits would save, if weights are gathered in 16 bits already."""
+    """Return a sentence about the bytes that gradients in 16 bits would save, if weights are gathered in 16 bits."""
     promises, sent = report.theory.promises, report.wire_bytes_per_device
     reductions = [promise for promise in promises if promise.kind in ("reduce-scatter", "all-reduce")]
     saved = sum(promise.wire_bytes / 2 for promise in reductions if promise.itemsize == 4)

@@ -13,7 +13,6 @@ import jax
 
 from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
-from jdp.base.errors import UserError
 from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
@@ -78,7 +77,7 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
         return forecast(step, arguments, target=target, cache=cache, **other)
     tried = {name: other.pop(name) for name in ("strategies", "accumulate") if name in other}
     settings = {name: other.pop(name) for name in ("tokens", "progress") if name in other}
-    state, batch, target = operands("foresee", arguments, target, other)
+    state, batch, target = operands("foresee", step, arguments, target, other)
     devices = target_of(target, state)
     ways = candidates(step, state, batch, devices, **tried)
     return make_plan_report(ways, devices, cache=cache, **settings)
@@ -94,10 +93,6 @@ def candidates(
     accumulate: Sequence[int] | None = None,
 ) -> list[Candidate]:
     """Return the step under each strategy and number of microbatches, with as many rows, rounded up, for all."""
-    if not step.settings.train:
-        raise UserError(
-            "jdp.foresee takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
-        )
     counts = tuple(accumulate or (step.settings.accumulate,))
 
     def candidate(count: int, name: str) -> Candidate:
@@ -137,7 +132,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
     peaks = {} if target.chip is None else target.chip.matmul_flops
     return replace(
         named,
-        report=report(step, state, compiled, target, judge=target.kind != "cpu"),
+        report=report(step, state, compiled, target),
         model_flops=model_flops(step, state, batch),
         peak_flops=peaks.get(XLA_TYPES[step.settings.precision.compute]),
         tokens=tokens,

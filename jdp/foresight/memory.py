@@ -1,9 +1,9 @@
 """The memory of a device by class, the memory of a host, and whether they hold a step.
 
-XLA's allocations are arguments + results − results written into donated arguments + temporaries + code. Arguments are
-told apart by name; temporaries (gradients, the working copy of the weights, activations) are XLA's total. The workspace
-of cuDNN's attention is left out, because a program compiled without a GPU has it empty (`u8[0]`). In 74 programs it
-would raise the peak of five, by at most 43 MiB (1.3 % of their temporaries).
+XLA's allocations are arguments + results − results written into donated arguments + temporaries + code. The name of an
+argument gives its class; temporaries (gradients, the working copy of the weights, activations) are XLA's total. The
+workspace of cuDNN's attention is not counted, because a program compiled without a GPU has an empty one (`u8[0]`). In
+74 programs it would raise the peak of five, by at most 43 MiB (1.3 % of their temporaries).
 """
 
 import math

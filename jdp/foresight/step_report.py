@@ -121,7 +121,7 @@ CPU_PROGRAM = (
 
 
 def caveats_on(sent: Sequence[tuple[str, Sequence[str]]]) -> Iterator[str]:
-    """Yield a note for each caveat of (kind of collective, caveats): the step may send more than counted."""
+    """Yield a note for each caveat in pairs (kind of collective, caveats)."""
     for caveat in dict.fromkeys(caveat for _, caveats in sent for caveat in caveats):
         kinds = dict.fromkeys(kind for kind, caveats in sent if caveat in caveats)
         yield f"{', '.join(kinds)} {caveat}, so it may send more than is reported here"

@@ -83,22 +83,17 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
     """
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)
-    state, batch, target = operands("verify", arguments, target, other)
-    if not step.settings.train:
-        raise UserError(
-            "jdp.verify takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
-        )
+    state, batch, target = operands("verify", step, arguments, target, other)
     candidate = abstract_on(step, state, batch, target)
     devices = target_of(target, candidate.state)
     compiled = candidate.compile(devices, Cache.usual(cache))
-    notes, judge = candidate.notes, devices.kind != "cpu"
-    return report(candidate.step, candidate.state, compiled, devices, notes=notes, judge=judge)
+    return report(candidate.step, candidate.state, compiled, devices, candidate.notes)
 
 
 def operands(
-    name: str, arguments: tuple[Any, ...], target: str | Target | None, other: Mapping[str, Any]
+    name: str, step: Step, arguments: tuple[Any, ...], target: str | Target | None, other: Mapping[str, Any]
 ) -> tuple[TrainState, Batch, str | Target | None]:
-    """Return (state, batch, target) from the arguments of `jdp.<name>` after a jdp step."""
+    """Return (state, batch, target) from the arguments of `jdp.<name>` after a jdp step, which must be for training."""
     keywords = {**other, **({} if target is None else {"target": target})}
 
     def bind(state: TrainState, batch: Batch, target: str | Target | None = None) -> Any:
@@ -114,19 +109,17 @@ def operands(
         ) from None
     check_state(state, f"jdp.{name}(step, state, batch)", batch)
     check_target(target)
+    if not step.settings.train:
+        raise UserError(
+            f"jdp.{name} takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
+        )
     return state, batch, target
 
 
 def report(
-    step: Step,
-    state: TrainState,
-    compiled: Compiled,
-    target: str | Target,
-    *,
-    notes: Sequence[str] = (),
-    judge: bool = True,
+    step: Step, state: TrainState, compiled: Compiled, target: str | Target, notes: Sequence[str] = ()
 ) -> Report:
-    """Compare a compiled step with its contract; without `judge` (XLA:CPU sends other bytes) there is no verdict."""
+    """Compare a compiled step with its contract; a `Target` of CPUs is not judged: XLA:CPU sends other bytes."""
     mesh, offloads, donated = step.plan.mesh, step.plan.offload is not None, donated_state(compiled.program)
     parameters = Parameters.of(step.plan, state)
     reading = Reading(compiled, mesh, batch_axes(mesh), parameters, donated, offloads, step.settings.accumulate)
@@ -142,7 +135,7 @@ def report(
     collectives = collectives_on(reading, promised.statistics)
     stray = strays(collectives, promised, reading, step)
     verdict = compare(collectives, promised, sum(each.excess_bytes for each in stray))
-    judged = judge or not verdict.theory_wire_bytes
+    judged = isinstance(target, str) or target.kind != "cpu" or not verdict.theory_wire_bytes
     reasons = breaches(collectives, promised, verdict, reading, step, stray) if judged else ()
     return Report(
         **on_target(memory(compiled, step, state), compiled, target),
@@ -222,7 +215,6 @@ class Report(StepReport):
 
     @property
     def strategy(self) -> str:
-        """The step's strategy."""
         return self.name
 
     @property

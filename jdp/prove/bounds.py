@@ -7,7 +7,7 @@ measured. *Shadows* are reference runs whose weights w and gradients g (before c
 
     ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`)
 
-This is several times the error of correct runs, because shadows have to change every sign that a run may change. The
+This is several times the error of correct runs, so that a shadow changes every sign that a correct run may change. The
 error of a small GPT's gradients was at most 3 u of that size in bf16, and 13 u in fp32 (n = 1024). The signs of the
 noise are random by element and constant over the steps, and shadows come in pairs of opposite signs: if the error
 changes a sign, one of the pair shows it. Let `widest[i]` be the largest deviation of element i from the reference, over
@@ -105,7 +105,7 @@ class Record:
     def compare(self, step: int, values: Mapping[str, Array]) -> Closest:
         """Compare a run with the reference after `step` steps."""
         elements = [self._closest(step, name, x) for name, x in values.items()]
-        # Weight and loss precede the gradients. The norm tells less than the leaf with the wrong gradient.
+        # Weight and loss precede the gradients. The leaf with the wrong gradient says more than the norm.
         rank = {"weight": 3, "loss": 2, "grad_norm": 0}
         worst = max(elements, key=lambda element: (rank.get(element.leaf, 1) * (element.ratio > 1), element.ratio))
         return worst._replace(beyond=sum(element.ratio > 1 for element in elements))

@@ -83,6 +83,8 @@ class Evaluation:
                     totals = {metric: totals.get(metric, 0.0) + value * share for metric, value in values.items()}
                 if not goes_on():
                     return None
+        if not weight:
+            raise ExperimentError(f"An evaluation needs weights above 0; given {name}, which has none in what is read")
         means = {metric: totals[metric] / weight for metric in sorted(totals, key=lambda each: (each != "loss", each))}
         if self.assembly.experiment.in_bits:
             asked, bits = self.assembly.experiment.train.eval_metrics, means["loss"] / math.log(2)

@@ -1,5 +1,7 @@
 """Fixtures of tests in several files: caches of the test's own or none, no network, the notices, and scikit-learn."""
 
+import sys
+
 import pytest
 
 
@@ -45,6 +47,22 @@ def mesh():
     import jdp
 
     return jdp.make_mesh(data=8)
+
+
+@pytest.fixture
+def together(tmp_path, capfd):
+    """Run a program as two processes with two devices each; return the exit code, stdout and stderr."""
+    from own_process import environment
+
+    from jdp.launch import launch
+
+    def run(text):
+        (program := tmp_path / "program.py").write_text(text)
+        proxied = environment(http_proxy="http://127.0.0.1:9")  # which the processes must not ask for each other
+        code = launch([sys.executable, str(program)], 2, devices_per_process=2, environment=proxied)
+        return code, *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """Check that several processes agree before they compute together; if not, all raise the same error.
 
-If keys, shapes or programs differ, results are wrong or a collective hangs, and JAX does not check them. Here they are
-compared through the coordination service, without the devices. Each process publishes a digest of each fact. The first
-process compares these, and the texts of the first fact that differs. Every process raises the same error.
+If keys, shapes or programs differ, results are wrong or a collective hangs, and JAX does not check them. Here each
+process publishes a digest of each fact through the coordination service, without the devices. The first process
+compares the digests, and the texts of the first fact that differs.
 
-A call with the shapes of the call before it compares nothing. So if only one process' batch changes shape, that process
-would wait here for ever, and the others in a collective. A thread on each process looks once a second, in large
-clusters less often, whether another process waits at a call that this process has passed, and reports it.
+A call with the shapes of the call before it compares nothing. So if the batch of one process alone changes its shape,
+that process would wait here for ever, and the others in a collective. A thread on each process looks for a process that
+waits at a call that its own process has passed, and reports it.
 """
 
 import atexit
@@ -30,19 +30,23 @@ from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.core.cluster.barrier import THREAD_SECONDS, WAIT_SECONDS, Store, coordination_client, joined_as, named
 
-ANSWER_SECONDS = 60  # once all have arrived, each has an answer ready
+ANSWER_SECONDS = 60  # for an answer, once all have arrived
+JOINED_SECONDS = 60  # for all to arrive, right after joining
 WATCH_SECONDS = 1.0
 TEXT_LIMIT = 1_000_000  # characters of a fact that are compared line by line once its digest differs
 SHOWN = 160  # characters of a line that an error shows
 
-# For each group of processes, the number of agreements so far, which all make in the same order, and of calls.
-_rounds: Counter[str] = Counter()
-_calls: Counter[str] = Counter()
-_agreed: dict[tuple[str, str, str], str] = {}
+Group = tuple[int, ...]
+"""The indices of the processes that compare facts; () for all processes that have joined."""
+
+# For each group, the number of agreements so far, which all make in the same order, and of calls.
+_rounds: Counter[Group] = Counter()
+_calls: Counter[Group] = Counter()
+_agreed: dict[tuple[Group, str, str], str] = {}
 """(group, caller, name of a fact) -> the text on which all agreed last."""
-_watched: set[str] = set()
+_watched: set[Group] = set()
 _ending = threading.Event()
-_refused: dict[str, str] = {}
+_refused: dict[Group, str] = {}
 """Group -> why another process refused a call that this one has passed."""
 
 
@@ -61,7 +65,8 @@ class Fact:
     fix: str  # a sentence: the fix if it differs
 
 
-def processes_of(mesh: Mesh) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=64)  # every call of a step asks
+def processes_of(mesh: Mesh) -> Group:
     """Return the indices of the processes whose devices make up the mesh, in order."""
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
@@ -75,21 +80,16 @@ def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float
 
 def passed(mesh: Mesh) -> None:
     """Record that this process begins a call of a step or a gradient, after any agreement."""
-    group = _group(mesh)
+    group = processes_of(mesh)
     if group in _refused:
         raise Mismatch(_refused[group])
     _calls[group] += 1
 
 
-@functools.lru_cache(maxsize=64)  # every call asks
-def _group(mesh: Mesh) -> str:
-    return repr(processes_of(mesh))
-
-
-def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_SECONDS) -> None:
-    """Compare this process' facts with those of all processes that have joined, without starting a backend."""
+def agree_all(caller: str, facts: Sequence[Fact]) -> None:
+    """Compare this process' facts with those of all processes, which have just joined, without starting a backend."""
     if joined := joined_as():
-        _agree(caller, facts, tuple(range(joined[1])), wait_seconds, everyone=True)
+        _agree(caller, facts, tuple(range(joined[1])), JOINED_SECONDS, everyone=True)
 
 
 def _agree(
@@ -101,14 +101,14 @@ def _agree(
         notice("without JAX's coordination service, jdp does not check that the processes agree")
         return
     facts = [Fact("The place in the program", caller, "Every process makes the same calls, in the same order."), *facts]
-    group = "all" if everyone else repr(members)
+    group = () if everyone else members
     _rounds[group] += 1
     store = Store(client, f"{_prefix(group)}/{_rounds[group]}", members, everyone)
     store.put("call", str(_calls[group]))
     store.put("facts", json.dumps([_digest(fact.text.encode()) for fact in facts]))
     if not everyone and group not in _watched:
         _watched.add(group)
-        thread = threading.Thread(target=_watch, args=(client, group, members), name="jdp agreement", daemon=True)
+        thread = threading.Thread(target=_watch, args=(client, group), name="jdp agreement", daemon=True)
         atexit.register(_end, thread)
         thread.start()
     store.wait("come", wait_seconds, caller, "facts", lambda: _refuse_passed(store, group, caller, facts))
@@ -132,12 +132,12 @@ def _agree(
     raise Mismatch(message)
 
 
-def _prefix(group: str) -> str:
-    return f"jdp/agree/{_digest(group.encode())}"
+def _prefix(group: Group) -> str:
+    return f"jdp/agree/{_digest(repr(group).encode())}"
 
 
-def _refuse_passed(store: Store, group: str, caller: str, facts: Sequence[Fact]) -> None:
-    """Raise Mismatch if another process has passed the call at which this process waits: only this one changed."""
+def _refuse_passed(store: Store, group: Group, caller: str, facts: Sequence[Fact]) -> None:
+    """Raise Mismatch if another process has passed this call: then the facts changed on this process alone."""
     if not (others := sorted(store.all("passed"))):
         return
     before = {fact.name: _agreed.get((group, caller, fact.name), fact.text) for fact in facts}
@@ -148,12 +148,12 @@ def _refuse_passed(store: Store, group: str, caller: str, facts: Sequence[Fact])
     raise Mismatch(message)
 
 
-def _watch(client: Any, group: str, members: tuple[int, ...]) -> None:
+def _watch(client: Any, group: Group) -> None:
     """Tell processes that wait at a call that this process has passed, and report the first one's message."""
     failures = 0
-    while failures < 3 and not _ending.wait(WATCH_SECONDS * max(1, len(members) / 256)):  # 256 questions a second
+    while failures < 3 and not _ending.wait(WATCH_SECONDS * max(1, len(group) / 256)):  # 256 questions a second
         number = _rounds[group] + 1
-        store = Store(client, f"{_prefix(group)}/{number}", members)
+        store = Store(client, f"{_prefix(group)}/{number}", group)
         try:
             waiting = [process for process, call in store.all("call").items() if int(call) < _calls[group]]
             if waiting and number == _rounds[group] + 1:

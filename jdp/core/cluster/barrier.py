@@ -1,8 +1,9 @@
 """Barriers of all processes, bounded in time, which name the processes that do not arrive.
 
 JAX's own barrier (`multihost_utils.sync_global_devices`) is a collective of the devices: if a process is missing, it
-waits for ever, without a message. These use the coordination service, which answers while the devices hang. A barrier
-is identified by its name and the number of earlier ones of that name: all processes come to them in the same order.
+waits for ever, without a message. These barriers use the coordination service, which answers even if the devices hang.
+A barrier has a name and a number, the count of earlier barriers of that name, so all processes must come to them in the
+same order.
 """
 
 import json
@@ -28,10 +29,7 @@ class LostPeer(RuntimeError):
 
 
 def joined_as() -> tuple[int, int] | None:
-    """Return (process id, number of processes) in the cluster that this process has joined, else None.
-
-    Unlike `jax.process_index()`, this starts no backend, so it never waits for a peer.
-    """
+    """Return (process id, number of processes) in the joined cluster, or None, without starting JAX's devices."""
     return (global_state.process_id, global_state.num_processes) if jax.distributed.is_initialized() else None
 
 
@@ -57,7 +55,7 @@ def meet(name: str, *, seconds: float = WAIT_SECONDS) -> None:
 
 
 def from_every_process(name: str, value: str, *, seconds: float = WAIT_SECONDS) -> list[str]:
-    """Return the values of all processes, by their index, on every process; all wait for each other."""
+    """Return the values of all processes in the order of their indices; all wait for each other."""
     if jax.process_count() == 1:
         return [value]
     store = _store(name)
@@ -92,7 +90,7 @@ class Store:
     client: Any  # JAX's client of the coordination service
     prefix: str  # the beginning of the keys
     members: tuple[int, ...]  # the processes that take part
-    everyone: bool = False  # these are all that have joined; the service may know more than this process
+    everyone: bool = False  # wait for all processes that the service knows, instead of `members`
 
     @property
     def me(self) -> int:
@@ -138,8 +136,8 @@ class Store:
 def end_threads() -> None:
     """Wait at the end of Python for jdp's threads: a thread that returns from C++ while Python ends aborts it.
 
-    A thread still waits in a barrier if an exception of the main thread, such as a signal handler's, left it there. Its
-    wait ends with JAX's client, so this process leaves the cluster first.
+    A thread still waits in a barrier if an exception, such as a signal handler's, interrupted the main thread. The wait
+    ends with JAX's client, so this process leaves the cluster first.
     """
     if _alive(_THREAD):
         jax.distributed.shutdown()
@@ -179,7 +177,7 @@ def _prefix(name: str, number: int) -> str:
 
 
 def _in_vain(error: Exception) -> bool:
-    """Return True if the time is up, and the coordination service itself is alive."""
+    """Return True if the time is up; False if the coordination service itself failed."""
     return "DEADLINE_EXCEEDED" in str(error)
 
 

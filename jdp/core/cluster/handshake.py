@@ -17,7 +17,6 @@ from jdp.base.tree_paths import PACKAGE
 from jdp.core.cluster.agreement import Fact, Mismatch, agree_all
 from jdp.core.cluster.barrier import named
 
-WAIT_SECONDS = 60  # all have just joined
 _PACKAGES = ("jax", "jaxlib", "numpy")
 
 
@@ -27,7 +26,7 @@ def check_environment() -> None:
     versions = [Fact("Python's version", ".".join(platform.python_version_tuple()[:2]), install)]
     versions += [Fact(f"The version of {name}", importlib.metadata.version(name), install) for name in _PACKAGES]
     source = Fact("jdp's source", _source(PACKAGE), f"One process has another copy of jdp. {install}")
-    agree_all("jdp.initialize", [*versions, source], wait_seconds=WAIT_SECONDS)
+    agree_all("jdp.initialize", [*versions, source])
 
 
 def check_device_counts() -> None:
@@ -52,7 +51,7 @@ def check_experiment(text: str, *, plugin: Path | None = None) -> None:
     facts = [Fact("The experiment", text, fix)]
     if plugin is not None:
         facts.append(Fact("The plug-in's source", _source(plugin), "Install the same plug-in on every machine."))
-    agree_all("jdp train", facts, wait_seconds=WAIT_SECONDS)
+    agree_all("jdp train", facts)
 
 
 def _source(package: Path) -> str:

@@ -1,7 +1,7 @@
 """Join a cluster of processes, and exit after a failure.
 
-`schedulers` finds the cluster; without one the process is alone. A cluster that cannot be joined is always an error:
-several processes that train separately look healthy and are all wrong.
+`schedulers` finds the cluster; without a cluster the process is alone. A cluster that cannot be joined is always an
+error: otherwise each process would train alone, which looks healthy and gives wrong results.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from jdp.core.cluster.handshake import check_environment
 from jdp.core.cluster.roll_call import RollCall, bind_address, wait_for_coordinator
 from jdp.core.cluster.schedulers import Cluster, find_cluster, split_address
 
-HEARTBEAT_SECONDS = 60  # without a heartbeat for half or all of this time a process is lost, and JAX aborts all others
+HEARTBEAT_SECONDS = 60  # without a heartbeat for this time, or half of it, a process is lost, and JAX aborts the others
 JOIN_SECONDS = 60  # how long JAX's own joining may take once all are here
 SHUTDOWN_SECONDS = 60  # how long a process that has finished waits for the others
 LAST_WORDS_SECONDS = 1.0  # process 0 stays this long after a failure: when it ends, JAX aborts the others at once
@@ -84,7 +84,9 @@ def initialize(
     cluster = find_cluster(coordinator, num_processes, process_id)
     if cluster is None or cluster.num_processes == 1:
         return
-    _leave_when_failed()
+    if not isinstance(sys.excepthook, _LeavingHook):
+        sys.excepthook = _LeavingHook(sys.excepthook)
+        atexit.register(_at_exit)  # runs before JAX's own exit barrier, which was registered earlier
     if joined := joined_as():
         given = (cluster.process_id, cluster.num_processes)
         if cluster.coordinator is not None and given != joined:
@@ -150,7 +152,7 @@ def leave_after_failure(code: int, *, lost_peer: bool = False) -> None:
 
 @dataclass(frozen=True)
 class _LeavingHook:
-    """A `sys.excepthook` that names the process, calls the hook before it, and ends the process."""
+    """A `sys.excepthook` that names the process, calls the previous hook, and ends the process."""
 
     before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -161,7 +163,7 @@ class _LeavingHook:
             self.before(kind, error, trace)
         finally:
             leave_after_failure(_exit_code(error), lost_peer=is_lost_peer(error))
-            if hasattr(error, "exit_code"):  # it could not join, and Python would end with 1
+            if hasattr(error, "exit_code"):  # this process has not joined, and Python would end with 1
                 raise SystemExit(_exit_code(error))
 
 
@@ -170,17 +172,10 @@ def _exit_code(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
 
 
-def _leave_when_failed() -> None:
-    """Install the hooks by which an uncaught exception ends this process at once."""
-    if not isinstance(sys.excepthook, _LeavingHook):
-        sys.excepthook = _LeavingHook(sys.excepthook)
-        atexit.register(_at_exit)  # runs before JAX's own exit barrier, which was registered earlier
-
-
 def _at_exit() -> None:
     """End the process at once after a failure, else when all processes have arrived here."""
     error = getattr(sys, "last_value", None)  # set by Python, even if another hook replaced ours
-    if isinstance(error, Exception) and not hasattr(sys, "ps1"):  # in an interactive session it means nothing
+    if isinstance(error, Exception) and not hasattr(sys, "ps1"):  # set by any error in an interactive session
         leave_after_failure(_exit_code(error), lost_peer=is_lost_peer(error))
     joined, client = joined_as(), coordination_client()
     if joined is None or client is None:

@@ -2,8 +2,8 @@
 
 JAX's own wait is silent for five minutes and ends in an abort. So process 0 first listens at the coordinator's address.
 The others connect, send their numbers, and stay connected until all have come; a process that has ended is not counted.
-Then process 0 closes the port, and JAX's coordinator opens it. If all processes of a node have ended with 0, the node
-calls the roll once more. Then processes that were started again learn that their attempt cannot be complete.
+Then process 0 closes the port, and JAX's coordinator opens it. If all processes of a node have ended with exit code 0,
+the node itself takes part in a further roll call: processes that were started again then learn that they wait in vain.
 """
 
 import contextlib
@@ -52,12 +52,7 @@ class RollCall:
     unit: str = "process"  # or "node": a machine whose processes have all ended with exit code 0
 
     def call(self, seconds: float) -> None:
-        """Wait until all are here.
-
-        Raises:
-            MissingProcesses: not all came in time.
-            Mismatch: they were started with different numbers, or the processes of a node have ended.
-        """
+        """Wait until all are here, or raise MissingProcesses; Mismatch if this attempt can never be complete."""
         end, here = time.monotonic() + seconds, dict[int, socket.socket]()
         if self.number:
             return self._answer(end, seconds)
@@ -73,7 +68,7 @@ class RollCall:
                 connection.close()
 
     def _listening(self, end: float) -> socket.socket:
-        """Return the server, when nobody else uses the port: gRPC would share it with another job of this user."""
+        """Return the server once the port is free: gRPC would share it with another job of this user."""
         bound = bind_address(self.coordinator)
         host, port = split_address(bound or self.coordinator)
         say_at = time.monotonic() + SAY_SECONDS
@@ -115,7 +110,7 @@ class RollCall:
         connection.settimeout(_CONNECT_SECONDS)
         said = _read(connection)
         connection.setblocking(False)
-        if {name: type(value) for name, value in said.items()} != _MESSAGE:  # a stranger
+        if {name: type(value) for name, value in said.items()} != _MESSAGE:  # not from a process of this cluster
             return connection.close()
         if problem := self._problem(said):
             _refuse(connection, problem)
@@ -188,7 +183,7 @@ def _who(said: dict[str, Any]) -> str:
 
 def _tell(connections: Iterable[socket.socket], verdict: dict[str, Any]) -> None:
     for connection in connections:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # its process has ended
             connection.sendall(json.dumps(verdict).encode())
 
 
@@ -200,14 +195,14 @@ def _refuse(connection: socket.socket, problem: str) -> None:
 def _is_connected(connection: socket.socket) -> bool:
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))
-    except BlockingIOError:  # it is silent
+    except BlockingIOError:  # it is open, and nothing was sent
         return True
     except OSError:
         return False
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:
-    """Return the next message; {} at the end of the connection, and for nonsense."""
+    """Return the next message; {} at the end of the connection, and for anything that is no message."""
     try:
         message = json.loads(connection.recv(_LONGEST))
     except (OSError, ValueError):

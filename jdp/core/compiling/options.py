@@ -28,24 +28,24 @@ CompilerValue = bool | int | float | str
 CompilerOptions = CompilerPreset | Mapping[str, CompilerValue]
 
 _JOINED = 2**30
-"""Bytes: this limit joins a layer's collectives of one kind. XLA's own, 30 MiB, leaves several, and its scheduler
-assumes that each lasts as long as a few matrix products."""
+"""Bytes: this limit joins all of a layer's collectives of one kind. XLA's own, 30 MiB, leaves several, and its
+scheduler assumes that each lasts as long as a few matrix products."""
 _THRESHOLDS = tuple(
     f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
 PRESETS: dict[CompilerPreset, Mapping[str, CompilerValue]] = {
     "default": {},
     "overlap": {
-        # Starts collectives as early and awaits them as late as possible. XLA's default for H100, not for A100: there
+        # Starts collectives as early and awaits them as late as possible. It is XLA's default for H100, not for A100.
         # llama_8b_zero3 (a100:8x8, one sequence a GPU, simulated with jax 0.10.2) hides 50 % of its communication with
-        # the whole preset and 24 % without, and a step takes 5 % less.
+        # both entries and 24 % without, and a step takes 5 % less.
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        # gpt_1b (h100:8x8, simulated with jax 0.10.2) hides 91 % instead of 71 under zero3, and of 76 under ddp.
+        # gpt_1b (h100:8x8, simulated with jax 0.10.2) hides 91 % instead of 71 % under zero3, and of 76 % under ddp.
         **dict.fromkeys(_THRESHOLDS, _JOINED),
     },
 }
-"""Preset -> its options; the mesh decides which of these "auto" is (`Compiler.on`). CPU devices share cores, and TPU's
-compiler overlaps by default, so there are no options for them."""
+"""Preset -> its options; the mesh decides which of these "auto" is (`Compiler.on`). CPU devices share cores, and the
+compiler for TPUs overlaps by default, so there are no options for them."""
 
 _PREFIXES = {"xla_gpu_": "gpu", "xla_cpu_": "cpu", "xla_tpu_": "tpu"}
 _UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
@@ -55,14 +55,11 @@ _KINDS = {"bool": "true or false", "string": "text", "float": "a number", "doubl
 
 @dataclass(frozen=True)
 class Compiler:
-    """Options of XLA's compiler, not yet resolved for devices: a preset, or ("") a sorted table of custom options.
+    """Options of XLA's compiler, not yet resolved for devices."""
 
-    With `buckets` the compiler for GPUs joins collectives of one kind up to this number of bytes.
-    """
-
-    preset: CompilerPreset | Literal[""] = "default"
-    options: tuple[tuple[str, CompilerValue], ...] = ()
-    buckets: int | None = None
+    preset: CompilerPreset | Literal[""] = "default"  # "" for custom options
+    options: tuple[tuple[str, CompilerValue], ...] = ()  # custom ones, sorted
+    buckets: int | None = None  # bytes up to which the compiler for GPUs joins collectives of one kind
 
     @staticmethod
     def of(given: Any, buckets: int | None = None) -> Compiler:
@@ -105,7 +102,7 @@ class Compiler:
         """Return the same with "auto" settled: "overlap" on several GPUs without a `model` axis, else "default".
 
         Simulated with jax 0.10.2, gpt_1b zero3 on h100:8x8 takes 69.8 ms with "overlap" and 90.7 without. On h100:1x8
-        no step of GPT-2 or gpt_1b takes longer. tensor_parallel takes 878 ms with it and 807 without.
+        no step of GPT-2 or gpt_1b takes longer. With a `model` axis XLA's defaults hide more (experiments/LOG.md).
         """
         if self.preset != "auto":
             return self
@@ -116,10 +113,7 @@ class Compiler:
         return replace(self, preset="overlap" if is_of_gpus and not is_sharded else "default")
 
     def for_mesh(self, mesh: Mesh) -> dict[str, CompilerValue]:
-        """Return the options for a program on the mesh's devices, real or described.
-
-        Options of another platform, or unknown to the devices' compiler, are left out and reported once.
-        """
+        """Return the options for the mesh's devices; those of other platforms or unknown are left out and reported."""
         import jax
 
         devices: list[Device] = list(mesh.devices.flat)

@@ -1,9 +1,9 @@
 """Keep XLA's compiled programs on disk: a process that starts the same program again compiles nothing.
 
-The store is JAX's persistent compilation cache. A program is code that this process runs, so its folder is not used if
-others may write to it. The folder's name depends on the processor's features, as machine code does and JAX's own key
-does not. Several hosts need one folder that all processes reach. On GPUs XLA divides the search for the best kernels
-among them: a process that found its program would leave a process that compiles waiting for ever.
+The store is JAX's persistent compilation cache. A program is code that this process runs, so a folder that others may
+write to is not used. The folder's name depends on the processor's features: machine code depends on them, but JAX's own
+key does not. Several hosts need one folder that all processes reach. XLA divides the search for the best GPU kernels
+among the processes, so a process that compiles would wait for ever for a process that found its program on disk.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from jdp.base.words import is_integer
 from jdp.core.cluster.barrier import from_every_process, from_first_process, joined_as, meet
 
 LIMIT_BYTES = 2**30
-"""For all programs together: some thousand of small models, some dozens of large ones."""
+"""For all programs together: about a thousand programs of small models, or dozens of large ones."""
 SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.05,  # reading a program takes a tenth of that
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -73,13 +73,13 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
         raise UserError(f"limit_bytes is a number of bytes, at least 1; given {limit_bytes!r}. Give 2**30.")
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:16]
     chosen = folder is not None or "JDP_CACHE_DIR" in os.environ
-    own = (default_folder() / "programs" if folder is None else user_path(folder)).absolute() / processor
+    store = (default_folder() / "programs" if folder is None else user_path(folder)).absolute() / processor
     wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    why = _why_not(own) if wanted and not kept_in() else ""
-    why = _why_not_together(own, why, chosen, processor)
+    why = _why_not(store) if wanted and not kept_in() else ""
+    why = _why_not_together(store, why, chosen, processor)
     if not wanted or kept_in():
         return kept_in()
-    if home := without_home(own):
+    if home := without_home(store):
         notice(f"{home}; set JDP_CACHE_DIR to a folder that can be written")
         return None
     if why:
@@ -88,8 +88,8 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
     for name, value in {**SETTINGS, "jax_compilation_cache_max_size": limit_bytes}.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
-    jax.config.update("jax_compilation_cache_dir", str(own))
-    return own
+    jax.config.update("jax_compilation_cache_dir", str(store))
+    return store
 
 
 def _why_not(folder: Path) -> str:
@@ -103,10 +103,7 @@ def _why_not(folder: Path) -> str:
 
 
 def _why_not_together(folder: Path, why: str, chosen: bool, processor: str) -> str:
-    """Return why the processes of this run cannot all keep programs in one folder; for one process, return `why`.
-
-    All processes call this, because it waits for all.
-    """
+    """Return why the processes of this run, which all call this, cannot share the folder; for one process, `why`."""
     joined = joined_as()
     if joined is None or joined[1] == 1:
         return why
@@ -139,13 +136,13 @@ def without_kept_programs() -> Generator[None]:
     with _SWITCH:
         _wanted.append(jax.config.jax_enable_compilation_cache)  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # JAX asks the setting only once
+        compilation_cache.reset_cache()  # JAX reads the setting only once
     try:
         yield
     finally:
         with _SWITCH:
             wanted = _wanted.pop()
-            if not _wanted:  # the last of several to exit
+            if not _wanted:  # the last context to exit
                 jax.config.update("jax_enable_compilation_cache", wanted)
                 compilation_cache.reset_cache()
 

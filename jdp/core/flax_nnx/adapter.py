@@ -35,9 +35,9 @@ class Adapter:
 
     structure: Hashable
     graphdef: nnx.GraphDef[nnx.Module] = field(compare=False, repr=False)
-    variables: Flat = field(compare=False, repr=False)  # of shapes
+    variables: Flat = field(compare=False, repr=False)  # with shapes in place of arrays
     synchronised: frozenset[str] = frozenset()  # paths of the averages of batch norms
-    others: frozenset[tuple[Any, ...]] = frozenset()  # parameters that are not nnx.Param: `wrt` selects them
+    others: frozenset[tuple[Any, ...]] = frozenset()  # paths of parameters that `wrt` selects and that are no nnx.Param
 
     def merge(
         self,
@@ -49,10 +49,7 @@ class Adapter:
         keep_mode: bool = False,
         running_norms: bool = False,
     ) -> nnx.Module:
-        """Build the module: in training mode with a key to draw from, in evaluation mode without one.
-
-        With `running_norms` batch norms use their running averages in either mode.
-        """
+        """Build the module, in training mode if there is a key; with `running_norms`, norms use running averages."""
         filled: Flat = {}
         for path, variable in self.variables.items():
             if isinstance(variable, nnx.RngState):
@@ -142,10 +139,7 @@ def metadata(tree: Any) -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
-    """Return the spec in a variable's metadata; empty if there is none.
-
-    Layers that a plain `vmap` stacked still have one layer's metadata, which describes the last dimensions.
-    """
+    """Return the spec in a variable's metadata; after a plain `vmap` over layers it is for the last dimensions."""
     spec = get_var_pspec(variable) or PartitionSpec()
     if not any(spec) or not hasattr(variable.get_value(), "ndim"):  # a tree of arrays
         return PartitionSpec()
@@ -200,7 +194,7 @@ def _predicate(wrt: Any) -> Callable[[tuple[Any, ...], Any], bool]:
 
 
 def is_pattern(wrt: Any) -> bool:
-    """Return True for a path pattern or a sequence of them, which select among parameters; False for a filter."""
+    """Return True for a path pattern or a sequence of them; False for a filter of nnx."""
     return isinstance(wrt, str) or (isinstance(wrt, Sequence) and all(isinstance(entry, str) for entry in wrt))
 
 

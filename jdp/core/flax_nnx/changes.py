@@ -1,4 +1,4 @@
-"""Changes that a call makes in NNX modules, although JAX traces the call separately.
+"""Changes that a call makes in NNX modules while JAX traces the call in a scan or a checkpoint.
 
 Inside a `jax.lax.scan` or a `jax.checkpoint` NNX refuses to change a variable that was made outside, because the new
 value would be a tracer that outlives its trace. So the call gets a copy of its argument, built from the arrays of the
@@ -59,7 +59,7 @@ class Flattened:
         return jax.tree.unflatten(self.treedef, [nodes[slot] for slot in self.slots])
 
     def changes(self, copy: Any, arrays: Iterable[Any]) -> tuple[Record, list[Any]]:
-        """Return the changes of a call, by identity, in a `copy` made from `arrays`: the record, and the new arrays."""
+        """Return the changes of a call in a `copy` made from `arrays`: the record, and the new arrays."""
         remaining = iter(arrays)
         given = [list(islice(remaining, jax.tree.structure(node).num_leaves)) for node in self.nodes]
         before = {path: given[slot] for path, slot in zip(self.paths, self.slots, strict=True)}

@@ -19,7 +19,7 @@ def synchronise(norm: nnx.BatchNorm, axes: tuple[str, ...]) -> None:
     if norm.axis_name is not None:
         notice("jdp replaces BatchNorm's axis_name by the axes of the batch")
     norm.axis_name = cast(Any, axes or None)
-    if axes:  # by object's setter: nnx's own would add an attribute
+    if axes:  # nnx's own setter would add an attribute
         object.__setattr__(norm, "__class__", _masked(type(norm)))
 
 

@@ -1,7 +1,7 @@
 """One or several models as the arguments of one loss, for a custom loop.
 
-`Models` replaces an `Adapter` there. Modules keep their mode (`train()`, `eval()`). Changes of a call are written back
-into the modules of the loop, as by NNX' own transformations.
+In such a loop `Models` replaces an `Adapter`. Modules keep their mode (`train()`, `eval()`), and changes that a call
+makes in them are written back into the loop's modules, as by NNX' own transformations.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,9 @@ from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, value
 
 @dataclass(frozen=True)
 class Models:
-    """The adapters of a loss's models, in order; None for a plain pytree.
+    """An `Adapter` for several models: parameters, model state and models are tuples with an entry for each."""
 
-    It has an `Adapter`'s methods; parameters, model state and models are tuples with an entry for each.
-    """
-
-    adapters: tuple[Adapter | None, ...]
+    adapters: tuple[Adapter | None, ...]  # None for a plain pytree
     specs: tuple[tuple[tuple[str, PartitionSpec], ...], ...]  # of each model, as `metadata` returns them
 
     def merge(

@@ -1,9 +1,10 @@
 """Compare the structure of two modules, so that a step compiled for one of them serves the other.
 
-NNX compares functions by identity, and a lambda in a module's `__init__` is another object in every instance. Here two
-functions are equal if they run the same code on the same values.
+NNX compares functions by identity, but a lambda in a module's `__init__` is another object in every instance. So two
+functions are equal here if they run the same code on the same values.
 """
 
+import contextlib
 import functools
 import types
 from collections.abc import Hashable
@@ -16,7 +17,7 @@ from flax.nnx.graphlib import Static
 
 @dataclass(frozen=True)
 class _Identity:
-    """Compares an object that cannot be hashed by its identity."""
+    """An object that cannot be hashed, compared by its identity."""
 
     value: Any
 
@@ -34,7 +35,7 @@ def structure_of(graphdef: nnx.GraphDef[Any]) -> Hashable:
 
 
 def _comparable(value: Any) -> Hashable:
-    """Return something to compare and hash instead of `value`."""
+    """Return a value that can be hashed and compared in place of `value`."""
     match value:
         case types.FunctionType():
             cells = value.__closure__ or ()
@@ -53,12 +54,14 @@ def _comparable(value: Any) -> Hashable:
         case dict():
             entries = cast("dict[Any, Any]", value)
             return (dict, *((key, _comparable(entries[key])) for key in sorted(entries, key=repr)))
-        case _ if _is_hashable(value):
-            return value
-        case _ if is_dataclass(value) and not isinstance(value, type) and "__eq__" in vars(type(value)):
-            return (type(value), *(_comparable(getattr(value, each.name)) for each in fields(value) if each.compare))
         case _:
-            return _Identity(value)
+            pass
+    with contextlib.suppress(TypeError):
+        hash(value)
+        return value
+    if is_dataclass(value) and not isinstance(value, type) and "__eq__" in vars(type(value)):
+        return (type(value), *(_comparable(getattr(value, each.name)) for each in fields(value) if each.compare))
+    return _Identity(value)
 
 
 def is_filled(cell: types.CellType) -> bool:
@@ -67,11 +70,3 @@ def is_filled(cell: types.CellType) -> bool:
         return cell.cell_contents is not cell
     except ValueError:
         return False
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -1,6 +1,6 @@
 """Gradients of a loss over devices and microbatches: one algorithm (`accumulate`), two views (`views`).
 
-A training step, from `train_step(state, batch)` to the new state: each file, and what enters and leaves it.
+A training step, from `train_step(state, batch)` to the new state: each file, its inputs and its results.
 
 Letters: R rows of the global batch, D its shards (replica × data), K microbatches (`accumulate`). A parameter has the
 global shape S and two specs (`Placement`): at rest, and at compute. Under zero1-3 rest is compute with `data` on one

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -44,18 +43,14 @@ from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
 
 _HIDING = 0.75
-"""Share of a layer's computation that hides its collectives: those of the first and the last layer have less to hide
-behind."""
+"""Share of a layer's computation that may hide its collectives: the first and the last layer hide less."""
 _PRINTS = frozenset(("debug_print", "debug_callback", "io_callback", "pure_callback"))
 
 
 def step_gradients(
     collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
 ) -> tuple[PyTree, Sums, PyTree]:
-    """Return (Σ∇total at rest specs, the sums, the model state), summed over devices, nothing divided.
-
-    The gradients are a tree like `trained_part(params)`: frozen parameters have none.
-    """
+    """Return (Σ∇total of the trained parameters at rest specs, the sums, the model state) of all devices, undivided."""
     spec = collectives.spec
     count, seed_of = spec.settings.accumulate, seeds(spec.settings.wire, key)
     first = first_microbatch(collectives, batch, key)
@@ -67,7 +62,7 @@ def step_gradients(
     summing = of(boundary_of(collectives, in_loops=True, sums_others=True)) if in_loops and sums_once else None
     gradient = replace(gradient, is_plain=_gathers_again(gradient, model_state, *first))
     if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
-        boundary = replace(gradient.boundary, in_loops=False)  # a plain loop shows what depends on what
+        boundary = replace(gradient.boundary, in_loops=False)  # a plain loop shows all dependencies
         refuse_varying(of(boundary).state_after, model_state, *first, carried=count > 1)
     if count == 1:
         grads, sums, after = gradient(model_state, *first, seed_of(0))
@@ -114,16 +109,11 @@ def _sends_in_loops(collectives: Collectives, params: PyTree, *first: Any) -> bo
 def hides_collectives(flops: float, elements: int, itemsize: int, mesh: Mesh, *, is_sharded: bool) -> bool:
     """Return whether a layer computes for longer than its collectives take to start; True for unknown devices.
 
-    The collectives of a layer hide behind the layers before and after it, but each takes time to start. With little
-    work a device and many hosts, a collective that all layers share is faster. gpt2_124m under zero1, compiled for
-    H100s and simulated, takes 10.7 ms by layer and 9.5 for all on 64 GPUs with 2k tokens each. With 16k tokens it takes
-    40.0 and 41.3, and on 512 GPUs 55.7 and 44.7.
-
-    Args:
-        flops: of the layer on a device, forward and backward.
-        elements: of the layer's weights; each is gathered with `itemsize` bytes and reduced with 4.
-        mesh: of all devices.
-        is_sharded: False if nothing is gathered (ddp).
+    `flops` are a device's, forward and backward. Each of `elements` weights is gathered with `itemsize` bytes, if
+    `is_sharded`, and reduced with 4. The collectives of a layer hide behind the layers before and after it, but each
+    takes time to start: with little work a device and many hosts, one collective for all layers is faster. gpt2_124m
+    under zero1, compiled for H100s and simulated, takes 10.7 ms by layer and 9.5 for all on 64 GPUs with 2k tokens
+    each. With 16k tokens it takes 40.0 and 41.3, and on 512 GPUs 55.7 and 44.7.
     """
     kind = mesh.devices.flat[0].device_kind
     chip = next((chip for chip in GPUS.values() if chip.name == kind), None)
@@ -138,9 +128,8 @@ def hides_collectives(flops: float, elements: int, itemsize: int, mesh: Mesh, *,
     latency = 0.0
     for name, along, payload in sends:
         first = tuple(slice(None) if axis in along else 0 for axis in mesh.axis_names)
-        hosts = Counter(device.process_index for device in np.ravel(mesh.devices[first]))
-        if hosts.total() > 1:
-            group = Group(hosts.total(), len(hosts), min(hosts.values()), max(hosts.values()))
+        group = Group.of(device.process_index for device in np.ravel(mesh.devices[first]))
+        if group.members > 1:
             latency += group_cost(name, payload, group, chip).latency_seconds
     return latency < _HIDING * flops / (chip.matmul_efficiency * chip.matmul_flops["bf16"])
 
@@ -169,7 +158,7 @@ def _gathers_again(gradient: Microbatch, *first: Any) -> bool:
 
 
 def _summed(collectives: Collectives, boundary: Boundary, grads: PyTree, seed_of: Any) -> PyTree:
-    """Return gradients that left this boundary, summed over all devices, at rest specs."""
+    """Complete the sum over devices of gradients that this boundary returned; return them at rest specs."""
 
     def finish(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
         is_complete = boundary.finish is not None and boundary.reduces(placement)

@@ -1,7 +1,7 @@
 """The gather boundary: forward, a shard is cast and gathered; backward, its gradient is summed to the shard's spec.
 
-Each use of a parameter passes it: at the top of the loss, or in a layer loop (`jdp.core.layer_loop`). With several
-microbatches the values may be gathered before, and the gradients summed later.
+Each use of a parameter passes the boundary: at the top of the loss, or in a layer loop (`jdp.core.layer_loop`). With
+several microbatches the values may be gathered before, and the gradients summed later.
 """
 
 from __future__ import annotations
@@ -26,45 +26,28 @@ collective that sums gradients also takes a seed (uint32 scalar), from which it 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weight:
-    """A parameter at the boundary: the stack of all layers, or one layer's slice.
+    """A parameter at the boundary: the stack of all layers, or one layer's slice."""
 
-    Attributes:
-        value: its shard at rest, or gathered and in compute dtype.
-        slot: zeros in the form of its gradient: the loss is differentiated with respect to them. None for frozen
-            parameters.
-        earlier: the gradient of earlier microbatches, which is added before the sum over devices; or None.
-        seed: uint32 [first dimension], from which the gradient's rounding is drawn; None if it is not rounded.
-    """
-
-    value: Any
+    value: Any  # its shard at rest, or gathered and in compute dtype
+    # zeros in the form of its gradient: the loss is differentiated with respect to them; None for frozen parameters
     slot: jax.Array | None = None
-    earlier: jax.Array | None = None
-    seed: jax.Array | None = None
+    earlier: jax.Array | None = None  # the gradient of earlier microbatches, added before the sum over devices
+    seed: jax.Array | None = None  # uint32 [first dimension], for the gradient's rounding; None if it is not rounded
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """How the weights of one call of the loss are gathered, and their gradients summed over devices.
+    """How the weights of one call of the loss are gathered, and their gradients summed over devices."""
 
-    Attributes:
-        gather: gathers a shard; None if values are gathered before.
-        reduce: sums a gradient over `data`; None if it is summed later.
-        finish: sums it over the other batch axes; None if a step does so later.
-        precision: the dtypes.
-        with_replicated: True if replicated parameters go through `reduce` too (ddp); else they are summed later.
-        sends_twice: True if `finish` sends sharded gradients too, over a `replica` axis.
-        again: True if the backward pass gathers again (zero3); else it uses the forward pass' weights.
-        in_loops: True if `scan_layers` gathers one layer ahead and reduces one behind; else, without `again`, it uses
-            weights that were gathered at the top of the loss.
-    """
-
-    gather: Collective | None = field(compare=False)
-    reduce: Collective | None = field(compare=False)
-    finish: Collective | None = field(compare=False)
+    gather: Collective | None = field(compare=False)  # of a shard; None if values are gathered before
+    reduce: Collective | None = field(compare=False)  # sums a gradient over `data`; None if it is summed later
+    finish: Collective | None = field(compare=False)  # sums it over the other batch axes; None if a step does so later
     precision: Precision
-    with_replicated: bool = False
-    sends_twice: bool = False
-    again: bool = False
+    with_replicated: bool = False  # replicated parameters go through `reduce` too (ddp); else they are summed later
+    sends_twice: bool = False  # `finish` sends sharded gradients too, over a `replica` axis
+    again: bool = False  # the backward pass gathers again (zero3); else it uses the forward pass' weights
+    # `scan_layers` gathers one layer ahead and reduces one behind; else, without `again`, it uses weights that were
+    # gathered at the top of the loss
     in_loops: bool = False
 
     def reduces(self, placement: Placement) -> bool:

@@ -1,9 +1,9 @@
 """The collectives of `manual`, along the batch axes, on arrays that the model's own axes may shard as well.
 
 In the replica view (`manual`) XLA partitions along the model's axes. For a collective on the complete array XLA would
-first gather it along those axes and then send all of it: `model` times the bytes. No sharding constraint prevents that.
-So the collectives run in a `shard_map` over the model's axes, inside the `shard_map` over the batch axes, and each
-device sends only its shard.
+first gather it along those axes and then send all of it: `model` times as many bytes. No sharding constraint prevents
+that. So the collectives run in a `shard_map` over the model's axes, inside the `shard_map` over the batch axes, and
+each device sends only its shard.
 
 If a model axis and `data` shard the same dimension, the model axis is the major one. Gathering along `data` then gives
 a device its own shard along the model axis. `shard_map` over `data` alone cannot express that order. Such a leaf enters
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jdp.core.batch import interleave
 from jdp.core.gradients.model_state import mean_over
 from jdp.core.gradients.spec import Collectives
-from jdp.core.gradients.wire import complete_sum, encodes, key_of_shard, scattered_sum
+from jdp.core.gradients.wire import complete_sum, is_encoded, key_of_shard, scattered_sum
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.placement import Placement, axes_of, keep_axes, shards
@@ -33,10 +33,7 @@ from jdp.core.types import Batch, PyTree
 
 
 def to_replica_view(params: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
-    """Reshape global leaves at rest for `shard_map`: [..., size, ...] -> [..., M, size / M, ...].
-
-    Only the dimension that both `data` and a model axis shard is reshaped; other leaves are returned unchanged.
-    """
+    """Reshape each dimension that `data` and a model axis shard: [..., size, ...] -> [..., M, size / M, ...]."""
 
     def reshape(x: jax.Array, placement: Placement) -> jax.Array:
         count, dim = model_shards(placement, mesh), placement.dim
@@ -93,7 +90,7 @@ class ManualCollectives(Collectives):
 
         def scatter(operands: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
             gradient, seed = operands
-            if wire is not None and encodes(wire, gradient.size, mesh.shape[DATA]):
+            if wire is not None and is_encoded(gradient.size, mesh.shape[DATA]):
                 shard = scattered_sum(wire, gradient, dim, mesh.shape[DATA], key_of_shard(seed, mesh))
                 gradient = shard.astype(gradient.dtype)
             else:
@@ -111,7 +108,7 @@ class ManualCollectives(Collectives):
 
         def total(operands: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
             shard, seed = operands
-            if wire is None or not encodes(wire, shard.size, devices):
+            if wire is None or not is_encoded(shard.size, devices):
                 return jax.lax.psum(shard, axes), seed
             return complete_sum(wire, shard, axes, devices, key_of_shard(seed, mesh)).astype(shard.dtype), seed
 
@@ -155,7 +152,7 @@ def _gathered(shard: jax.Array, dim: int) -> jax.Array:
 
 
 def _scattered(x: jax.Array, dim: int, count: int) -> jax.Array:
-    """Return this device's shard, of `count` along `dim`, of the sum over `data`; on CPUs in the way of `_gathered`."""
+    """Return this device's shard, of `count` along `dim`, of the sum over `data`; on CPUs like `_gathered`."""
     if dim == 0 or traced_device().platform != "cpu":
         return jax.lax.psum_scatter(x, DATA, scatter_dimension=dim, tiled=True)
     shards = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
@@ -170,7 +167,7 @@ def model_shards(placement: Placement, mesh: Mesh) -> int:
 
 
 def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree, after: PyTree, mesh: Mesh) -> Any:
-    """Apply `function` to each device's shards along the model's axes of a tree of arrays; it returns such a tree."""
+    """Apply a function to a tree of arrays, on each device to its shards along the model's axes."""
     names = set(own_axes(mesh))
     if math.prod(mesh.shape[axis] for axis in names) == 1:
         return function(tree)

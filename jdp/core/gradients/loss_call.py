@@ -1,7 +1,7 @@
 """One call of the user's loss function, as the gradient code sees it.
 
-Its operands are gathered weights, or shards that are gathered in the call. Its result is a `Loss`, whatever the user's
-function returned.
+Its operands are gathered weights, or shards that are gathered in the call. Its result is always `Sums`, even if the
+user's function returned a scalar.
 """
 
 from __future__ import annotations
@@ -52,41 +52,31 @@ def check_loss_takes(loss_fn: Any, arguments: int) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """Sums over examples: float32 scalars; metrics are pairs (total, weight) of float32 arrays.
-
-    `aux` holds the arrays of a `LossWithAux`, which are not summed.
-    """
+    """Sums over examples: float32 scalars; metrics are pairs (total, weight) of float32 arrays."""
 
     total: jax.Array
     weight: jax.Array
     metrics: dict[str, tuple[jax.Array, jax.Array]]
-    aux: list[jax.Array] = field(default_factory=list[Any])
+    aux: list[jax.Array] = field(default_factory=list[Any])  # the arrays of a `LossWithAux`, which are not summed
 
     @property
     def only(self) -> Sums:
-        """The sums alone."""
+        """The sums without `aux`."""
         return Sums(self.total, self.weight, self.metrics)
 
 
 @dataclass(frozen=True)
 class LossWithAux:
-    """A loss that returns (loss, aux). A call of this object returns the loss alone, as the trial needs it.
+    """A loss that returns (loss, aux). A call of this object returns the loss alone, as the trial needs it."""
 
-    Attributes:
-        fn: the user's loss function, of (models, batch, rng).
-        by_row: for each array of aux, in order, whether it has a row for each example; None: aux is left out.
-        structure: aux's.
-    """
-
-    fn: Any
-    by_row: tuple[bool, ...] | None = None
-    structure: Any = None
+    fn: Any  # the user's loss function, of (models, batch, rng)
+    by_row: tuple[bool, ...] | None = None  # for each array of aux, whether it has a row for each example; None: no aux
+    structure: Any = None  # of aux, as a pytree
 
     def __call__(self, model: Any, batch: Batch, rng: Any) -> Any:
         return self.both(model, batch, rng)[0]
 
     def both(self, model: Any, batch: Batch, rng: Any) -> tuple[Any, PyTree]:
-        """Return the loss and aux."""
         value = self.fn(model, batch, rng)
         if not isinstance(value, tuple) or len(value) != 2:
             raise UserError(
@@ -102,40 +92,24 @@ class LossWithAux:
 
 @dataclass(frozen=True)
 class LossForm:
-    """The form of a loss' result, read from one trace on shapes alone.
+    """The form of a loss' result, read from one trace on shapes alone."""
 
-    Attributes:
-        is_scalar: True for a scalar, False for a `Loss`.
-        gathers_rows: True if the loss calls `jdp.gather_rows`.
-        metrics: the shapes of its metrics' totals, by name.
-        aux: the shapes of its aux; () without `has_aux`.
-        statistics: paths of model state, other than batch norms' averages, that a training call changes.
-        is_averaged: True if the first is floating point, so that its values on several devices can be averaged.
-    """
-
-    is_scalar: bool
-    gathers_rows: bool
-    metrics: dict[str, tuple[int, ...]]
-    aux: PyTree
-    statistics: tuple[str, ...] = ()
-    is_averaged: bool = False
+    is_scalar: bool  # not a `Loss`
+    gathers_rows: bool  # it calls `jdp.gather_rows`
+    metrics: dict[str, tuple[int, ...]]  # the shapes of its metrics' totals, by name
+    aux: PyTree  # the shapes of its aux; () without `has_aux`
+    statistics: tuple[str, ...] = ()  # paths of model state, except batch norms' averages, that a training call changes
+    is_averaged: bool = False  # the first is floating point, so the devices' values can be averaged
 
 
 def with_outputs(loss: LossWithAux, form: LossForm, larger: LossForm | None, rows: int) -> LossWithAux:
     """Return a loss that returns its aux too, each array marked as rows or not.
 
-    Args:
-        form: the form of the loss on `rows` rows.
-        larger: its form on twice as many, if the loss is called on parts of the batch; None if it is called once.
-
-    Raises:
-        PartsError: the loss is called on parts of the batch, and an array of aux does not have their rows.
+    `form` is the loss on `rows` rows. If it is called on parts of the batch, `larger` is its form on twice as many, and
+    an array of aux without the rows raises PartsError.
     """
     arrays = jax.tree.leaves_with_path(form.aux)
-    leads = tuple(few.shape[:1] == (rows,) for _, few in arrays)
-    if larger is None:
-        return replace(loss, by_row=leads, structure=jax.tree.structure(form.aux))
-    for (path, few), many in zip(arrays, jax.tree.leaves(larger.aux), strict=True):
+    for (path, few), many in zip(arrays, jax.tree.leaves(larger.aux), strict=True) if larger is not None else ():
         if few.shape[:1] != (rows,) or many.shape != (2 * rows, *few.shape[1:]):
             name = f"aux[{path_of(path)!r}]" if path else "aux"
             raise PartsError(
@@ -143,28 +117,20 @@ def with_outputs(loss: LossWithAux, form: LossForm, larger: LossForm | None, row
                 f"rows and {list(many.shape)} for {2 * rows}: return sums as metrics of jdp.Loss, keep statistics in "
                 "the model"
             )
-    return replace(loss, by_row=(True,) * len(arrays), structure=jax.tree.structure(form.aux))
+    by_row = tuple(few.shape[:1] == (rows,) for _, few in arrays)
+    return replace(loss, by_row=by_row, structure=jax.tree.structure(form.aux))
 
 
 @dataclass(frozen=True)
 class TracedLoss:
-    """The loss function, how parameters become its model, and how they are sharded.
-
-    Attributes:
-        fn: the user's loss function.
-        adapter: as in `jdp.core.state.Static`.
-        placements: a tree like the parameters, of `Placement`.
-        boundary: how weights are gathered and their gradients summed; None where the operands are gathered already.
-        sync_axes: the mesh axes over which batch norms compute their statistics, beside the rows of the call.
-        running_norms: True if batch norms use their running averages in training mode too.
-    """
+    """The user's loss function, how parameters become its model, and how they are sharded."""
 
     fn: LossFn
-    adapter: Any
-    placements: PyTree
-    boundary: Boundary | None
-    sync_axes: tuple[str, ...] = ()
-    running_norms: bool = False
+    adapter: Any  # as in `jdp.core.state.Static`
+    placements: PyTree  # a tree like the parameters, of `Placement`
+    boundary: Boundary | None  # gathers weights and sums their gradients; None if the operands are gathered already
+    sync_axes: tuple[str, ...] = ()  # mesh axes over which batch norms compute statistics, beside the rows of the call
+    running_norms: bool = False  # batch norms use their running averages in training mode too
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
@@ -206,11 +172,8 @@ def trace_loss(
 ) -> tuple[Jaxpr, LossForm]:
     """Trace one call of a loss on `rows` rows shaped like the batch's; nothing is computed.
 
-    A training call that writes a parameter is refused, because the step would drop the new value.
-
-    Args:
-        key: the key's shape, or None for an evaluation, in which an NNX module is in evaluation mode.
-        within: wraps the call, for example in a `shard_map`.
+    A training call that writes a parameter is refused, because the step would drop the new value. `key` is None for an
+    evaluation. `within` wraps the call, for example in a `shard_map`.
     """
     batch_size, forms, adapter = batch_rows(batch), list[LossForm](), state.static.adapter
 

@@ -7,9 +7,9 @@ A step relies on this when it calls the loss on parts of the batch. Two properti
 2. No row changes another row's part. For rows (a, b) and other rows (a', b') of the same shapes,
    f(a, b) + f(a', b') = f(a', b) + f(a, b'). If the loss draws nothing, the order of the rows does not matter either.
 
-Only values are compared: rows that interact behind a `stop_gradient`, and cancel, are not found. Batch norms of NNX use
-their running averages meanwhile. The weights and rows of the first call are tried, then moved into general position:
-with a head of zeros no row would make a difference. A result that is not finite decides nothing.
+Only values are compared, so rows are not found that change each other's gradients alone, by a `stop_gradient`. Batch
+norms of NNX use their running averages meanwhile. The weights and rows of the first call are tried, then again with
+noise: with a head of zeros no row would make a difference. A result that is not finite decides nothing.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ from jdp.core.state import AnyState
 from jdp.core.types import Batch, PyTree
 
 ROWS = 4
-"""Rows of a call in the trial: memory stays that of a few examples, forward only."""
-UNDECIDED = "on the rows that were tried it is not finite, or they have no weight"
+"""Rows of a call in the trial, so that it takes the memory of a few examples, forward only."""
+UNDECIDED = "on the rows that were tried it is not finite, or their weight is 0"
 
 
 class UntriedError(ValueError):
@@ -50,13 +50,13 @@ class Trial:
     batch: Batch
     draws: bool = False  # random numbers
     evaluates: bool = False  # called as in an evaluation: without a key, and with modules in evaluation mode
-    statistics: tuple[str, ...] = ()  # paths of model state that each device computes over its rows, then averaged
+    statistics: tuple[str, ...] = ()  # paths of model state that is computed by each device, then averaged
 
     def finding(self, rows: int) -> str | None:
         """Describe the first violation, with its two numbers; None if the loss passes.
 
-        If the loss does not accept `ROWS` rows, it is tried on the `rows` of a call of the step. If this decides
-        nothing, it raises UntriedError.
+        A loss that does not accept `ROWS` rows is tried on the `rows` of a call of the step. Raises UntriedError if
+        neither decides.
         """
         batch_size, reason = batch_rows(self.batch), ""
         for count in dict.fromkeys((min(ROWS, batch_size), min(rows, batch_size))):
@@ -102,10 +102,7 @@ class Trial:
         return loss_findings.of_averages([leaf for leaf in leaves if leaf[0] in self.statistics], count)
 
     def _compiled(self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array) -> Callable[[bool], Any]:
-        """Compile `function(forward, two sets of rows)`, for weights and rows moved or not.
-
-        `forward` of rows returns the sums of a call of the loss, and the model state after it.
-        """
+        """Compile `function(forward, two sets of rows)`, for values moved or not; `forward(rows)` -> (sums, state)."""
         precision = Precision(self.spec.settings.precision.params, "fp32", "fp32")
         settings = replace(self.spec.settings, precision=precision, accumulate=1)
         spec, replicated = replace(self.spec, settings=settings, draws=None), self.spec.plan.replicated

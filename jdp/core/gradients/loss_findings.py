@@ -9,7 +9,7 @@ from jdp.base.notices import notice
 from jdp.core.gradients.loss_call import Sums
 
 TOLERANCE = 1e-5
-"""Of the sum of absolute values. Rows keep their places, so only the last sum over rows rounds differently."""
+"""Relative to the sum of absolute values. Rows keep their places, so only the last sum over rows rounds differently."""
 
 
 def exchanged_rows(count: int) -> np.ndarray:
@@ -40,7 +40,7 @@ def of_rows_twice(calls: tuple[Sums, Sums], count: int) -> str | None:
 
 
 def of_halves(calls: Sums, numbers: np.ndarray) -> str | None:
-    """Describe rows that change the part of other rows, by the sums of a call for each of `exchanged_rows`."""
+    """Describe rows that change the part of other rows; `calls` has the sums for each of `exchanged_rows`."""
     masks = exchanged_rows(numbers.shape[1])
     for place in range(2, len(masks), 2):
         left, right = (", ".join(map(str, numbers[0, mask])) for mask in masks[place : place + 2])

@@ -38,8 +38,8 @@ from jdp.core.state import AnyState
 from jdp.core.types import Batch, LossFn, PartsError
 
 Values = Literal["real", "abstract", "drawn"]
-"""The values on which a loss is tried: those of the first call; none, so its declaration is believed; values that are
-drawn while a user's function is traced."""
+"""The values on which a loss is tried. "real": those of the first call. "abstract": none, so it is believed. "drawn":
+values that are drawn while a user's function is traced."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,12 @@ MOST_DRAWN = 2**30
 IN_TRAINING_ALONE = "rows change each other in training alone, as in a batch norm"
 
 
+def form_of(state: AnyState, batch: Batch, size: Literal["ndim", "shape"]) -> Hashable:
+    """Return the module (its mode decides whether it draws), and the `size` and dtype of each parameter and array."""
+    leaves, structure = jax.tree.flatten((state.params, batch))
+    return state.static.adapter, structure, tuple([(getattr(x, size), str(x.dtype)) for x in leaves])
+
+
 class TrialOnce:
     """The trial of one loss: once for each form of its model and its batch, whatever the number of rows."""
 
@@ -66,38 +72,34 @@ class TrialOnce:
 
     def is_of(self, state: AnyState, batch: Batch) -> bool:
         """Return True if the loss was tried on values of this form."""
-        return self._form(state, batch) in self._results
+        return form_of(state, batch, "ndim") in self._results
 
     def __call__(self, values: Values, trial: Trial, rows: int) -> str | None:
         """Return why the loss cannot be called on parts of the batch; None if it can."""
-        form = self._form(trial.state, trial.batch)
+        form = form_of(trial.state, trial.batch, "ndim")
         if values == "drawn" and form not in self._results and not _is_drawable(trial):
             return None
         if form not in self._results and values != "abstract":
             self._results[form] = self._finding(trial, rows) if values == "real" else self._on_drawn_values(trial, rows)
         return self._results.get(form)
 
-    def _form(self, state: AnyState, batch: Batch) -> Hashable:
-        leaves, structure = jax.tree.flatten((state.params, batch))
-        return state.static.adapter, structure, tuple([(x.ndim, str(x.dtype)) for x in leaves])
-
     def _finding(self, trial: Trial, rows: int) -> str | None:
         adapter = trial.state.static.adapter
         try:
-            found = trial.finding(rows)
+            finding = trial.finding(rows)
         except UntriedError as error:
             return f"whether it is a sum over rows is not known: {error}"
         trains = trial.spec.settings.train and adapter is not None and adapter.has_statistics
-        if found is None or trial.statistics or not trains:
-            return found
+        if finding is None or trial.statistics or not trains:
+            return finding
         try:
-            return found if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
+            return finding if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
         except UntriedError:
-            return found
+            return finding
 
     def _on_drawn_values(self, trial: Trial, rows: int) -> str | None:
         """Return the finding on drawn weights and rows, with larger integers if nothing was decided."""
-        plan, state, found = trial.spec.plan, trial.state, None
+        plan, state, finding = trial.spec.plan, trial.state, None
         rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), trial.spec.placements)
         replicated = jax.tree.map(lambda _: plan.replicated, state.model_state)
         shardings = jax.tree.map(lambda _: plan.batch_sharding, trial.batch)
@@ -106,10 +108,10 @@ class TrialOnce:
             drawn = replace(trial, state=replace(state, params=params, model_state=variables))
             for integers in (1, 9, 99):
                 batch = drawn_like(trial.batch, shardings, integers=integers, positive=integers > 1)
-                found = self._finding(replace(drawn, batch=batch), rows)
-                if found is None or not found.endswith(UNDECIDED):
+                finding = self._finding(replace(drawn, batch=batch), rows)
+                if finding is None or not finding.endswith(UNDECIDED):
                     break
-        return found and f"{found} (tried on drawn values; `check`, outside jit, tries real values)"
+        return finding and f"{finding} (tried on drawn values; `check`, outside jit, tries real values)"
 
 
 def _is_drawable(trial: Trial) -> bool:
@@ -128,21 +130,21 @@ def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callab
     """Return the view of a step for these shapes. Raises ValueError if the loss cannot be called as requested."""
     settings = spec.settings
     read = partial(_read, spec, state, batch)
-    reading = whole = read(settings.requested or "auto")
-    name, why = chosen_view(settings.requested, whole.form, spec.plan.batch_shards, settings.train)
+    reading = first_reading = read(settings.requested or "auto")
+    name, why = chosen_view(settings.requested, first_reading.form, spec.plan.batch_shards, settings.train)
     if settings.accumulate > 1:
-        _check_microbatches(whole.form, settings.accumulate)
+        _check_microbatches(first_reading.form, settings.accumulate)
     reason = None
-    if name != whole.partitioning:
+    if name != first_reading.partitioning:
         try:
             reading = read(name)
         except Exception as error:  # raised by the user's own code, which may need global arrays
             first = str(error).partition("\n")[0]
             reason = f"it cannot be called on one device's rows ({type(error).__name__}: {first})"
     reason = reason or reading.obstacle(trial)
-    if reason is not None and name != whole.partitioning:
+    if reason is not None and name != first_reading.partitioning:
         why = f"the loss returns jdp.Loss, but {reason}, so a call sees the rows of all devices"
-        reading, reason = whole, whole.obstacle(trial)
+        reading, reason = first_reading, first_reading.obstacle(trial)
     if reason is not None and not (reason == IN_TRAINING_ALONE and reading.partitioning == "auto"):
         raise UserError(_refusal(spec, name, reason))
     reading.check_metrics()
@@ -257,7 +259,7 @@ class _Reading:
         return with_outputs(loss, self.form, self.twice[1] if self.calls > 1 else None, self.rows)
 
     def obstacle(self, trial: Callable[[Trial, int], str | None]) -> str | None:
-        """Return why the loss cannot be called as the view calls it; None if it can."""
+        """Return why the loss cannot be called as this view requires; None if it can."""
         if self.calls == 1:
             return None
         try:
@@ -273,7 +275,7 @@ class _Reading:
 
     @property
     def remarks(self) -> str:
-        """Consequences of the view that a user may not expect."""
+        """Consequences of the view that a user may not expect, as the end of a sentence."""
         precision = self.spec.settings.precision
         if not self.spec.settings.train:
             return ""
@@ -305,7 +307,7 @@ def _global_line(jaxpr: Jaxpr, plan: Plan) -> str | None:
 
 
 def _of_unbound_axis(error: NameError, plan: Plan, partitioning: Partitioning) -> Exception:
-    """Return the error for a loss that names a mesh axis which its view does not bind."""
+    """Return the error for a loss that names a mesh axis that its view does not bind."""
     match = re.search(r"unbound axis name:? (\w+)", str(error))
     if match is None:
         return error

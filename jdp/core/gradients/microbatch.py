@@ -24,7 +24,6 @@ from jdp.core.types import Batch, PyTree
 
 
 def first_microbatch(collectives: Collectives, batch: Batch, key: Any) -> tuple[Batch, Any]:
-    """Return the first microbatch and its key."""
     count = collectives.spec.settings.accumulate
     its_key = collectives.key_of(key, batch_rows(batch) // count, 0, count)
     return batch if count == 1 else jax.tree.map(itemgetter(0), collectives.microbatches(batch, count)), its_key
@@ -40,10 +39,7 @@ def working_copy(collectives: Collectives, params: PyTree) -> PyTree:
 
 
 def boundary_of(collectives: Collectives, *, in_loops: bool = False, sums_others: bool = False) -> Boundary:
-    """Return the boundary of a microbatch: a single microbatch gathers and sums, others as the strategy says.
-
-    With `sums_others` it is the last one, which sums the gradients of all if the strategy sums once a step.
-    """
+    """Return the boundary of a microbatch; with `sums_others`, of the last one, which sums the gradients of all."""
     strategy, settings = collectives.spec.strategy, collectives.spec.settings
     is_only, at_use = settings.accumulate == 1, strategy.gather == "use"
     completes = (is_only or sums_others) and settings.wire is None
@@ -70,28 +66,17 @@ def traced_loss(collectives: Collectives, boundary: Boundary | None = None) -> T
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The gradient of a microbatch, as a function.
-
-    Attributes:
-        spec: the loss, the placements and the settings.
-        boundary: how weights are gathered and gradients summed.
-        loss: the loss behind this boundary.
-        params: the parameters at rest.
-        values: the boundary's inputs: `params`, or the result of `working_copy`.
-        is_plain: True if no layer loop gathers weights: the backward pass then gathers all of them again, and
-            recomputes cheap operations.
-    """
+    """The gradient of a microbatch, as a function."""
 
     spec: GradientSpec
     boundary: Boundary
-    loss: TracedLoss
-    params: PyTree
-    values: PyTree
-    is_plain: bool = False
+    loss: TracedLoss  # behind this boundary
+    params: PyTree  # at rest
+    values: PyTree  # the boundary's inputs: `params`, or the result of `working_copy`
+    is_plain: bool = False  # no layer loop gathers: the backward pass gathers all, and recomputes cheap operations
 
     @staticmethod
     def of(collectives: Collectives, params: PyTree, values: PyTree, boundary: Boundary) -> Microbatch:
-        """Return the gradient of a microbatch with this boundary."""
         return Microbatch(collectives.spec, boundary, traced_loss(collectives, boundary), params, values)
 
     def __call__(
@@ -99,15 +84,9 @@ class Microbatch:
     ) -> tuple[PyTree, Sums, PyTree]:
         """Return the gradients, the sums of the loss, and the model state afterwards.
 
-        Args:
-            model_state: before the call.
-            batch: its rows.
-            key: its random key.
-            seed: for rounding in the backward pass.
-            earlier: the sum of earlier microbatches' gradients, to which these are added.
+        The gradients are added to `earlier`, the sum of earlier microbatches'; their rounding is drawn from `seed`.
         """
         seeds = None if seed is None else seeds_by_row(self.spec.placements, self.slots, seed)
-
         changed: list[bool] = []
 
         def total(slots: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
@@ -120,7 +99,6 @@ class Microbatch:
         return grads, sums, with_trained(model_state, trained_part(after, changed), changed)
 
     def state_after(self, model_state: PyTree, batch: Batch, key: Any) -> PyTree:
-        """Return the model state after a call of the loss."""
         return self.loss(self._weights(self.slots, None, None), model_state, batch, key)[1]
 
     def _weights(self, *fields: PyTree) -> PyTree:
@@ -135,10 +113,7 @@ class Microbatch:
         dtype = self.spec.settings.precision.reduce_dtype
 
         def slot(placement: Placement, shard: jax.Array, value: jax.Array) -> jax.Array | None:
-            if not placement.trained:
-                return None
-            if placement.dim is None or self.boundary.reduces(placement):
-                return jnp.zeros(shard.shape, dtype)
-            return jnp.zeros(value.shape, dtype)
+            like = shard if placement.dim is None or self.boundary.reduces(placement) else value
+            return jnp.zeros(like.shape, dtype) if placement.trained else None
 
         return jax.tree.map(slot, self.spec.placements, self.params, self.values)

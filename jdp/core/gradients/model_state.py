@@ -1,7 +1,7 @@
 """Model state other than the parameters: which leaves a call of the model changed, and how they reach the next step.
 
-A leaf that a call did not change is still the same array. It is neither averaged nor carried: the sum over devices of a
-table of `finfo.min` would overflow.
+A leaf that a call did not change is still the same array. It is neither averaged over devices nor carried from one
+microbatch to the next, because the sum over devices of a mask filled with `finfo.min` would overflow.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jdp.core.types import Batch, PyTree
 
 
 def changed_leaves(before: PyTree, after: PyTree) -> tuple[bool, ...]:
-    """Return for each leaf, in order, whether it is a different array than before."""
+    """Return for each leaf, in order, whether it is another array than before."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return tuple(old is not new for old, new in pairs)
 

@@ -22,7 +22,7 @@ from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_
 from jdp.core.cluster.agreement import passed, processes_of
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients.loss_call import Sums
-from jdp.core.gradients.loss_view import TrialOnce, Values, View, settle_view
+from jdp.core.gradients.loss_view import TrialOnce, Values, View, form_of, settle_view
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.views import REQUESTED, evaluated, view_gradients
 from jdp.core.plan import Plan
@@ -39,10 +39,7 @@ def read_only(path: str) -> Any:
 
 
 class PartitionedLoss:
-    """A loss on a plan: it settles how it is called, and computes its gradient.
-
-    `noun` is its name in reports, such as "train step"; `is_checked` is True after the first call with values.
-    """
+    """A loss on a plan: decides how the loss is called, and computes its gradient."""
 
     def __init__(
         self,
@@ -52,8 +49,9 @@ class PartitionedLoss:
         noun: str,
         place: Callable[[Plan, AnyState], PyTree] | None = None,
     ) -> None:
-        self.loss_fn, self.plan, self.settings, self.noun = loss_fn, plan, settings, noun
-        self.is_checked = False
+        self.loss_fn, self.plan, self.settings = loss_fn, plan, settings
+        self.noun = noun  # in reports, such as "train step"
+        self.is_checked = False  # True after the first call with values
         self.compiled: dict[str, Any] = {}  # jitted functions by name; cleared if the view of the loss changes
         self._place = place  # the parameters' placements, if they differ from a train state's
         self._views: dict[Hashable, View] = {}
@@ -63,7 +61,7 @@ class PartitionedLoss:
         self._dispatched: jax.Array | None = None  # the loss of the last call
 
     @property
-    def last(self) -> View | None:
+    def latest_view(self) -> View | None:
         """The view of the latest trace; None before the first one."""
         return next(reversed(self._views.values()), None)
 
@@ -75,12 +73,12 @@ class PartitionedLoss:
     @property
     def partitioning(self) -> Partitioning | None:
         """ "auto" or "manual"; None if the loss decides and was not yet traced."""
-        return self.last.partitioning if self.last else self.settings.requested
+        return self.latest_view.partitioning if self.latest_view else self.settings.requested
 
     @property
     def why(self) -> str:
-        if self.last:
-            return self.last.why
+        if self.latest_view:
+            return self.latest_view.why
         return REQUESTED if self.settings.requested else "settled when the step is first traced"
 
     @property
@@ -93,13 +91,13 @@ class PartitionedLoss:
         self.batch_unit.check(batch_rows(batch))
         placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
         self.settings.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
-        shapes = _shapes(state, batch)
+        shapes = form_of(state, batch, "shape")
         if shapes in self._views and (values != "real" or self._trial.is_of(state, batch)):
             return self._views[shapes]
         before = self._views.pop(shapes, None)
         settled = settle_view(self.gradient_spec(state), state, batch, partial(self._trial, values))
         if before is not None and (before.partitioning, before.draws) != (settled.partitioning, settled.draws):
-            self.compiled.clear()  # it may have been lowered for the view before
+            self.compiled.clear()  # they may have been lowered for the previous view
         self._views[shapes] = settled
         if self.settings.train and self.plan.batch_shards > 1 and settled.why != REQUESTED:
             notice(f"{self.noun} under {self.plan.strategy}: partitioning={settled.partitioning!r}: {settled.why}")
@@ -201,12 +199,6 @@ class PartitionedLoss:
         view = self.view(state, batch)
         spec = self.gradient_spec(state, view)
         return evaluated(view.partitioning, spec, state.params, state.model_state, batch)
-
-
-def _shapes(state: AnyState, batch: Batch) -> Hashable:
-    """Return the key of a view. It includes the module, whose mode decides whether it draws random numbers."""
-    leaves, structure = jax.tree.flatten((state.params, batch))
-    return state.static.adapter, structure, tuple([(x.shape, str(x.dtype)) for x in leaves])
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:

@@ -6,8 +6,8 @@ microbatch and in eight. Under `jit`, on global arrays, JAX's partitionable thre
 
 There the loss gets a *row key*: a typed key that knows the global numbers of the local rows, row = offset + stride ×
 local row. A draw that counts rows hashes the indices that its elements have in the draw for the whole batch. Any other
-draw is the same for every part. A draw counts rows if a dimension of its shape doubles when the rows double: the loss
-is traced at two numbers of rows (`read_draws`). Nothing else is read, and nothing is replayed.
+draw is the same for every part. A draw counts rows if a dimension of its shape doubles when the rows double. To find
+this, the loss is traced at two numbers of rows, and the shapes of its draws are compared (`read_draws`).
 
 Counter layout: jax's `threefry2x32` in its partitionable form hashes the 64-bit linear index of each element
 (Salmon et al. 2011, doi:10.1145/2063384.2063405; jax-ml/jax design note 3263).
@@ -48,11 +48,7 @@ class RowDraws:
     shared: frozenset[Drawn] = frozenset()  # the other draws
 
     def key(self, key: jax.Array, *, offset: Any, stride: int, total: int) -> jax.Array:
-        """Return the row key of a part of the batch, made from the step's key, which is the same on every device.
-
-        `offset` is the global row of local row 0, `stride` the distance between two local rows in the global batch, and
-        `total` the number of its rows.
-        """
+        """Return a part's row key from the step's key; local row i is row `offset + stride * i` of the `total` rows."""
         words = (*jax.random.key_data(key), offset, stride, total)
         words = jnp.stack([jnp.asarray(word, jnp.uint32) for word in words])
         return jax.random.wrap_key_data(words, impl=_impl(self))
@@ -73,16 +69,6 @@ def is_of_row_key(error: Exception) -> bool:
     return _PREFIX in str(error)
 
 
-def read_draws(few: Jaxpr, many: Jaxpr, rows: int, key: Any) -> RowDraws:
-    """Return the draws of a loss that count rows, or raise PartsError if the rows of a draw cannot be identified.
-
-    `few` is the loss, traced on `rows` rows with a row key, and `many` the same on twice as many.
-    """
-    if "fry" not in str(key.dtype):  # threefry's; no key is made here, because devices may be described
-        raise PartsError(f"it draws from a {key.dtype}, whose numbers have no index; use jax.random.key(seed)")
-    return _compared([*_draws(few)], [*_draws(many)], rows)
-
-
 @dataclass(frozen=True)
 class _Draw:
     """A random operation in the user's source."""
@@ -97,10 +83,7 @@ class _Draw:
 
 
 def _draws(jaxpr: Jaxpr, called_at: str | None = None) -> Iterator[_Draw]:
-    """Yield the random operations of a jaxpr in order, and the scans that contain some.
-
-    A jitted function is traced once for all callers: `called_at` is the line of the call.
-    """
+    """Yield the random operations of a jaxpr, and the scans around some; `called_at`: the line that calls its `jit`."""
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     for eqn in jaxpr.eqns:
         kind: str = eqn.primitive.name
@@ -140,13 +123,20 @@ def _is_constant(value: Any, makers: dict[Var, JaxprEqn]) -> bool:
     return True
 
 
-def _compared(few: list[_Draw], many: list[_Draw], rows: int) -> RowDraws:
-    """Compare the draws of one loss at two numbers of rows."""
+def read_draws(few: Jaxpr, many: Jaxpr, rows: int, key: Any) -> RowDraws:
+    """Return the draws of a loss that count rows, or raise PartsError if the rows of a draw cannot be identified.
+
+    `few` is the loss, traced on `rows` rows with a row key, and `many` the same on twice as many.
+    """
+    if "fry" not in str(key.dtype):  # threefry's; no key is made here, because devices may be described
+        raise PartsError(f"it draws from a {key.dtype}, whose numbers have no index; use jax.random.key(seed)")
     lead = "draw with the rows leading, normal(rng, (rows, …)), or from split(rng, rows)"
-    if [draw.kind for draw in few] != [draw.kind for draw in many]:
-        raise PartsError(f"the loss draws more often for more rows, {many[0].line}; {lead}")
+    draws, draws_of_twice = [*_draws(few)], [*_draws(many)]
+    if [draw.kind for draw in draws] != [draw.kind for draw in draws_of_twice]:
+        raise PartsError(f"the loss draws more often for more rows, {draws_of_twice[0].line}; {lead}")
+    pairs = list(zip(draws, draws_of_twice, strict=True))
     by_row, shared, per_row_keys = dict[Drawn, int](), set[Drawn](), set[Drawn]()
-    for draw, twice in zip(few, many, strict=True):
+    for draw, twice in pairs:
         line, counts = draw.line, draw.shape != twice.shape
         if draw.kind in _OTHERS and draw.is_own:
             raise PartsError(f"{draw.kind} cannot be drawn by row, {line}; draw otherwise from rng")
@@ -164,8 +154,8 @@ def _compared(few: list[_Draw], many: list[_Draw], rows: int) -> RowDraws:
                 raise PartsError(_two_meanings(draw.shape, rows))
         elif draw.is_own:
             (shared if draw.keys == twice.keys else per_row_keys).add((draw.kind, draw.shape))
-    folds_rows = any(d.kind == "random_fold_in" and d.shape != t.shape for d, t in zip(few, many, strict=True))
-    shared |= per_row_keys if folds_rows else per_row_keys - by_row.keys()  # a key that is split by row has own rows
+    folds_rows = any(draw.kind == "random_fold_in" and draw.shape != twice.shape for draw, twice in pairs)
+    shared |= per_row_keys if folds_rows else per_row_keys - by_row.keys()  # keys that are split by row belong to rows
     if both := shared & by_row.keys():
         raise PartsError(_two_meanings(min(both)[1], rows))
     return RowDraws(rows, tuple(sorted(by_row.items())), frozenset(shared))
@@ -206,7 +196,7 @@ def _impl(draws: RowDraws) -> Any:
     def split(words: jax.Array, shape: Shape) -> jax.Array:
         keys = jnp.stack(_hash(words, *counts(words, "random_split", shape)), axis=-1)
         by_row = ("random_split", shape) in before
-        row_map = jnp.array([0, 1, rows], jnp.uint32) if by_row else words[2:]  # a row's keys: all its own
+        row_map = jnp.array([0, 1, rows], jnp.uint32) if by_row else words[2:]  # offset 0, stride 1, all rows
         return jnp.concatenate([keys, jnp.broadcast_to(row_map, (*shape, 3))], axis=-1)
 
     def random_bits(words: jax.Array, bit_width: int, shape: Shape) -> jax.Array:

@@ -25,24 +25,15 @@ from jdp.core.types import Batch, LossFn, PyTree
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """The inputs of a step's gradient, in either partitioning.
-
-    Attributes:
-        loss_fn: the loss function.
-        settings: the step's.
-        adapter, trained: as in `jdp.core.state.Static`.
-        placements: a tree like the parameters, of `Placement`.
-        plan: the mesh and the strategy.
-        draws: which draws of the loss count rows; None if it draws nothing, or is called on all rows at once.
-    """
+    """The inputs of a step's gradient, in either partitioning."""
 
     loss_fn: LossFn
-    adapter: Any
-    placements: PyTree
+    adapter: Any  # like `trained`, as in `jdp.core.state.Static`
+    placements: PyTree  # a tree like the parameters, of `Placement`
     plan: Plan
     settings: StepSettings
     trained: tuple[bool, ...] | None = None
-    draws: RowDraws | None = None
+    draws: RowDraws | None = None  # which draws count rows; None if nothing is drawn, or all rows are in one call
 
     @property
     def strategy(self) -> Strategy:
@@ -57,11 +48,7 @@ class GradientSpec:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Gathers, reduces and shards arrays under `auto`, by constraining global arrays to the plan's specs.
-
-    Attributes:
-        spec: the inputs of the gradient.
-    """
+    """Gathers, reduces and shards arrays under `auto`, by constraining global arrays to the plan's specs."""
 
     spec: GradientSpec
 
@@ -80,15 +67,15 @@ class Collectives:
         return jax.lax.with_sharding_constraint(x, sharding)
 
     def gather(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
-        """Return a shard at its rest spec as the array at its compute spec."""
+        """Gather a shard: from its rest spec to its compute spec."""
         return self._constrained(x, placement.compute, leading)
 
     def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return a gradient at its compute spec at its rest spec, summed over `data`."""
+        """Sum a gradient over `data`: from its compute spec to its rest spec."""
         return self._constrained(x, placement.rest, leading)
 
     def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return a gradient at its rest spec, summed over the batch axes that `reduce` left out."""
+        """Sum a gradient at its rest spec over the batch axes that `reduce` left out."""
         return self._constrained(x, placement.rest, leading)
 
     def constrain(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
@@ -116,7 +103,7 @@ class Collectives:
 
 
 def map_leaves(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:
-    """Apply a collective to every leaf of a tree without leading dimensions of its own."""
+    """Apply a collective to every leaf of a tree, none of which a layer loop has sliced."""
     return jax.tree.map(lambda leaf, placement: collective(leaf, placement, 0), tree, placements)
 
 

@@ -14,12 +14,12 @@ from jdp.core.types import Batch, PyTree
 
 
 def moved_weights(params: PyTree, amount: jax.Array) -> PyTree:
-    """Return parameters plus `amount` times noise, because initial weights, such as zeros, can hide effects of rows."""
+    """Return parameters plus `amount` times noise: weights such as zeros can hide that rows change each other."""
 
     def moved(number: int, x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        # constant arrays get more: a head of zeros and a last scale of zeros, as in residual blocks, multiply
+        # constant arrays get more noise, because effects of several zeros (a head, the last scale of a block) multiply
         noise, spread = jax.random.normal(jax.random.key(number), x.shape), jnp.std(x)
         return (x + amount * jnp.where(spread > 0, 0.1 * spread + 0.02, 0.3) * noise).astype(x.dtype)
 
@@ -45,7 +45,7 @@ def rows_at(batch: Batch, numbers: np.ndarray, sharding: NamedSharding) -> Batch
 def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
     """Return rows [sets, count, ...] that all differ if `amount` is 1, also in their means.
 
-    Positive numbers stay positive, and no index exceeds the largest.
+    Positive numbers stay positive, and no integer exceeds the largest of its array.
     """
 
     def moved(number: int, x: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """The two views of a step: the arrays that a call of the loss sees, and the `Collectives` that gather, reduce and sum.
 
-- `auto`: the loss sees global arrays, and may mix examples. Sharding constraints take the place of collectives, which
-  XLA inserts: it reduces gradients in the dtype of the backward pass, inside the accumulation loop.
+- `auto`: the loss sees global arrays, and may mix examples. jdp gives sharding constraints, and XLA inserts the
+  collectives: it reduces gradients in the dtype of the backward pass, inside the accumulation loop.
 - `manual`: the gradient runs under `jax.shard_map` over the batch axes, and each device differentiates the sum over its
-  own rows. So it can add microbatches locally, send once, and choose the dtype on the wire, or codes (`wire.py`).
+  own rows. So a device can add microbatches locally, send once, and choose the dtype sent, or codes (`wire.py`).
 """
 
 from collections.abc import Callable
@@ -80,18 +80,18 @@ def _manual_gradients(
     changed: list[bool] = []
 
     def local(params: PyTree, model_state: PyTree, *others: Any) -> Any:
-        grads, sums, after = step_gradients(ManualCollectives(spec), params, model_state, *others)
-        changed[:] = changed_leaves(model_state, after)
-        return grads, sums, trained_part(after, changed)
+        grads, sums, new_state = step_gradients(ManualCollectives(spec), params, model_state, *others)
+        changed[:] = changed_leaves(model_state, new_state)
+        return grads, sums, trained_part(new_state, changed)
 
     plan, replicated, prefix = spec.plan, PartitionSpec(), cast(Any, Sums)
     in_specs = _rest_specs(plan, spec.placements), replicated, plan.batch_spec, replicated
     sums_specs = prefix(replicated, replicated, replicated, aux=_aux_specs(spec))
     out_specs = _rest_specs(plan, spec.trained_placements), sums_specs, replicated
     shards = to_replica_view(params, spec.placements, plan.mesh)
-    grads, sums, after = _by_device(local, plan, in_specs, out_specs)(shards, model_state, batch, key)
+    grads, sums, new_state = _by_device(local, plan, in_specs, out_specs)(shards, model_state, batch, key)
     grads = from_replica_view(grads, spec.trained_placements, plan.mesh)
-    return grads, sums, with_trained(model_state, after, changed)
+    return grads, sums, with_trained(model_state, new_state, changed)
 
 
 def _by_device(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

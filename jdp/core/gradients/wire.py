@@ -3,9 +3,9 @@
 A device sends the codes of each part of its gradient to the device that owns this part (all-to-all), which decodes and
 adds them in float32: codes are never summed. A sum that all devices need is encoded once more and gathered.
 
-Rounding is drawn from the step's key, so it is right on average and nothing is kept between steps (QSGD, Alistarh et
-al. 2017, arXiv:1610.02132). Each microbatch and leaf, under zero3 each layer, has a seed: a uint32 scalar, the same on
-all devices. Each shard of the batch makes its own key from it. Numbers that are not finite stay so.
+Numbers are rounded at random, drawn from the step's key, so the sum is right on average and no error is kept between
+steps (QSGD, Alistarh et al. 2017, arXiv:1610.02132). Each microbatch and leaf, under zero3 each layer, has a seed: a
+uint32 scalar, the same on all devices. Each shard of the batch makes its own key from it. NaN and infinities stay.
 """
 
 import math
@@ -29,9 +29,9 @@ _ROUNDING = 0x726F756E
 """Folded into a step's key: the loss draws from the key itself."""
 
 
-def encodes(wire: Encoding | None, elements: int, devices: int) -> bool:
-    """Return True if a gradient is encoded: each device owns at least a block of its sum."""
-    return wire is not None and elements >= devices * BLOCK
+def is_encoded(elements: int, devices: int) -> bool:
+    """Return True if `wire` encodes a gradient of this size: each device owns at least a block of its sum."""
+    return elements >= devices * BLOCK
 
 
 def row_bytes(wire: Encoding, elements: int) -> int:
@@ -48,10 +48,10 @@ def seeds(wire: Encoding | None, key: jax.Array) -> Callable[[Any], jax.Array | 
     return lambda number: jax.random.bits(jax.random.fold_in(rounding, number), (), jnp.uint32)
 
 
-def seeds_by_leaf(tree: PyTree, seed: jax.Array | None) -> PyTree:
-    """Return a tree of seeds like `tree`; of None without a seed."""
+def seeds_by_leaf(tree: PyTree, seed: jax.Array) -> PyTree:
+    """Return a tree of seeds like `tree`."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([None] * len(leaves) if seed is None else list(_several(seed, len(leaves))))
+    return structure.unflatten(list(_several(seed, len(leaves))))
 
 
 def seeds_by_row(placements: PyTree, shards: PyTree, seed: jax.Array) -> PyTree:
@@ -63,10 +63,7 @@ def seeds_by_row(placements: PyTree, shards: PyTree, seed: jax.Array) -> PyTree:
 
 
 def key_of_shard(seed: jax.Array | None, mesh: Mesh) -> jax.Array:
-    """Return the key of a shard of the batch.
-
-    It is the same along the model's axes: devices there may have copies, which must stay equal.
-    """
+    """Return the key of a shard of the batch, the same along the model's axes: copies there must stay equal."""
     assert seed is not None
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), jax.lax.axis_index(batch_axes(mesh)))
 
@@ -77,8 +74,12 @@ def _several(seed: jax.Array, count: int) -> jax.Array:
 
 def encode(wire: Encoding, rows: jax.Array, key: jax.Array) -> jax.Array:
     """Return the codes of float32 rows: [n, m] -> [n, codes]; m is a whole number of blocks."""
-    if wire == "bf16":
-        return jax.lax.bitcast_convert_type(_to_bf16(rows, key), jnp.uint16)  # XLA:CPU sends bfloat16 as float32
+    if wire == "bf16":  # one of the two nearest bfloat16, at random: a float32 whose lowest 16 bits are zero
+        bits = jax.lax.bitcast_convert_type(rows, jnp.uint32)
+        bits += jax.random.bits(key, rows.shape, jnp.uint16).astype(jnp.uint32)
+        rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+        rounded = jnp.where(jnp.isfinite(rows), rounded, rows).astype(jnp.bfloat16)
+        return jax.lax.bitcast_convert_type(rounded, jnp.uint16)  # XLA:CPU would send bfloat16 as float32
     blocks = rows.reshape(rows.shape[0], -1, BLOCK)
     scale = jnp.abs(blocks).max(axis=2, keepdims=True) / _LARGEST_CODE
     scaled = blocks / jnp.where(scale > 0, scale, 1)
@@ -97,14 +98,6 @@ def decode(wire: Encoding, codes: jax.Array) -> jax.Array:
     scales = codes[:, blocks * BLOCK :].reshape(n, blocks, SCALE_BYTES)
     scale = jax.lax.bitcast_convert_type(scales, jnp.float32)[:, :, None]
     return jnp.where(jnp.isfinite(scale), values.astype(jnp.float32) * scale, jnp.nan).reshape(n, -1)
-
-
-def _to_bf16(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Round float32 numbers at random to one of the two nearest in bfloat16, whose lowest 16 bits are zero."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
 def scattered_sum(wire: Encoding, x: jax.Array, dim: int, count: int, key: jax.Array) -> jax.Array:

@@ -74,10 +74,7 @@ def dividing_mesh(plan: Plan, params: Sequence[Placement]) -> str | None:
 
 
 def report_products(plan: Plan, state: TrainState, sizes: Collection[int], divided: Collection[str]) -> None:
-    """Report once the sharded parameters whose update computes matrix or inner products, of arrays of these `sizes`.
-
-    `divided` are paths of parameters whose matrices are divided among the devices (`jdp.muon`).
-    """
+    """Report once sharded parameters whose update takes products of arrays of these `sizes`, except `divided` ones."""
     params = jax.tree.leaves(plan.param_placements(state.params, state.static))
     gathered = [p for p in params if p.dim is not None and math.prod(p.shape) in sizes and p.path not in divided]
     if gathered and plan.mesh.shape[DATA] > 1:

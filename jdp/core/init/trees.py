@@ -1,8 +1,8 @@
-"""Trees of a custom loop, made sharded or moved as a plan says: models, and the trees that belong to them.
+"""Make or move the trees of a custom loop, sharded as a plan says: models, and the trees that belong to them.
 
 A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
 arrays) get their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters, as
-an optimizer's state does, and each leaf is sharded like its parameter. Keys and `wrt` are resolved here.
+an optimizer's state does, and each leaf is sharded like its parameter. The file also resolves keys and `wrt`.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def check_init(init: Any, *, of: bool = False) -> None:
         elif is_optimizer(init):
             fix = "Write the arguments in this order: jdp.init_state(init, tx, plan, rng=...)"
         raise UserError(f"{rule}; given {described(init)}. {fix}.")
-    is_class = isinstance(init, type)  # flax makes its classes by a function of any arguments
+    is_class = isinstance(init, type)  # flax's classes are called through a function of any arguments
     try:
         signature = inspect.signature(init.__init__ if is_class else init)
     except (TypeError, ValueError):  # of a function that is not written in Python
@@ -210,7 +210,7 @@ def refuse_offload(plan: Plan) -> None:
 
 
 def key_of_init(rng: jax.Array) -> jax.Array:
-    """Return the key that `init` gets of a user's seed: one seed makes one model, by whatever function."""
+    """Return the key for a user's `init`: `jdp.init` and `jdp.init_state` make the same model from one seed."""
     return jax.random.fold_in(rng, 0)
 
 
@@ -241,8 +241,8 @@ def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
         if trained and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise UserError(
                 f"Every parameter that is trained must be floating point; {path} is {leaf.dtype}. Freeze it (wrt="
-                "patterns of what is trained), or keep it out of the parameters (in NNX: a variable that is not an "
-                "nnx.Param). Split complex weights into real and imaginary parts."
+                "patterns of the trained parameters), or keep it out of the parameters (in NNX: a variable that is not "
+                "an nnx.Param). Split complex weights into real and imaginary parts."
             )
     return None if all(selected) else selected
 

@@ -78,22 +78,21 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
     """Read the collectives of a step from its trace, without dead code."""
     jaxpr = traced.jaxpr.jaxpr
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    sums: dict[tuple[str, bool], tuple[int, int]] = {}
+    elements, payload = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()
     issued: dict[Issued, None] = {}
     for eqn, times, scope in _collectives(live):
         if match := _PARAMETER.search(scope):
             result = eqn.outvars[0].aval
             sharding = eqn.params.get("sharding")  # of a constraint, whose result is global
             shape = result.shape if sharding is None else sharding.shard_shape(result.shape)
-            elements = times * math.prod(shape)
             key = unquote(match[1]), AT_TOP in scope
-            before = sums.get(key, (0, 0))
-            sums[key] = (before[0] + elements, before[1] + elements * result.dtype.itemsize)
+            elements[key] += times * math.prod(shape)
+            payload[key] += times * math.prod(shape) * result.dtype.itemsize
         elif eqn.primitive.name in _KINDS:
             lines = tuple(line.rpartition(" (")[0] for line in source_lines(eqn))
             for each in eqn.outvars:
                 issued.setdefault(Issued(_KINDS[eqn.primitive.name], tuple(each.aval.shape), lines))
-    return TracedCollectives(tuple(Gathered(*key, *counts) for key, counts in sums.items()), tuple(issued))
+    return TracedCollectives(tuple(Gathered(*key, elements[key], payload[key]) for key in elements), tuple(issued))
 
 
 def gathers_by_layer(jaxpr: Any) -> bool:
@@ -104,7 +103,7 @@ def gathers_by_layer(jaxpr: Any) -> bool:
 def reduced_by_layer(jaxpr: Any) -> dict[str, tuple[int, int]]:
     """Return for each parameter the elements that a trace reduces, in all layers and uses, and the number of layers.
 
-    Returns {} without layers, and if a branch of a condition reduces, because not every call does.
+    Return {} without layers, or if a branch of a condition reduces, because then not every call does.
     """
     sums: dict[str, Counter[str]] = {}
     layers = Counter[tuple[str, str]]()

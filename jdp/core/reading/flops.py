@@ -14,7 +14,7 @@ def count_flops(jaxpr: Any) -> int:
 
     A scan counts once for each iteration, a `while` loop once, and a condition as its branch with the most FLOPs.
     """
-    return sum(times * _flops(eqn) for eqn, times in _products(jaxpr))
+    return sum(times * flops_of(eqn) for eqn, times in _products(jaxpr))
 
 
 def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
@@ -34,7 +34,8 @@ def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
                 yield from _products(inner, times * rounds)
 
 
-def _flops(eqn: Any) -> int:
+def flops_of(eqn: Any) -> int:
+    """Return the FLOPs of one matrix product, convolution or call of cuDNN's attention."""
     name = eqn.primitive.name
     if name == "dot_general":
         (contracting, _), _ = eqn.params["dimension_numbers"]

@@ -72,18 +72,18 @@ def _operands_passed_on(eqn: JaxprEqn) -> list[int | None]:
     if name in CALLS:
         return _passed_on_inputs(inner[0])
     if name == "cond":  # the first operand selects the branch
-        found = [_passed_on_inputs(branch) for branch in inner]
-        return [None if len({*each}) > 1 or each[0] is None else each[0] + 1 for each in zip(*found, strict=True)]
+        inputs = [_passed_on_inputs(branch) for branch in inner]
+        return [None if len({*each}) > 1 or each[0] is None else each[0] + 1 for each in zip(*inputs, strict=True)]
     if name == "scan":  # carries that do not change, and inputs that are returned
         constants, carried = scan_counts(eqn)
-        found = _passed_on_inputs(inner[0])
-        kept = [n if n == constants + place else None for place, n in enumerate(found[:carried])]
-        return kept + [n if n is not None and n >= constants + carried else None for n in found[carried:]]
+        inputs = _passed_on_inputs(inner[0])
+        kept = [n if n == constants + place else None for place, n in enumerate(inputs[:carried])]
+        return kept + [n if n is not None and n >= constants + carried else None for n in inputs[carried:]]
     if name == "while":
         constants, body = eqn.params["cond_nconsts"], eqn.params["body_jaxpr"].jaxpr
         own = eqn.params["body_nconsts"]
-        found = _passed_on_inputs(body)
-        return [constants + n if n == own + place else None for place, n in enumerate(found)]
+        inputs = _passed_on_inputs(body)
+        return [constants + n if n == own + place else None for place, n in enumerate(inputs)]
     return [None] * len(eqn.outvars)
 
 
@@ -94,7 +94,7 @@ def _passed_on_inputs(jaxpr: Jaxpr) -> list[int | None]:
 
 
 def places_made(jaxpr: Jaxpr) -> list[int]:
-    """Return for each output the index of the operation that computes it, ignoring later moves and casts."""
+    """Return for each output the index of the operation that computes it, before moves and casts; -1 for an input."""
     made = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
     def place_of(var: Any) -> int:
@@ -128,7 +128,7 @@ def run(
     operation: Callable[[JaxprEqn, list[Any]], list[Any]] | None = None,
     consts: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Evaluate a jaxpr, each operation by `operation`; `consts` replace its constants."""
+    """Evaluate a jaxpr, each operation by `operation` (None: `bind`); `consts` replace its constants."""
     jaxpr, own = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, own if consts is None else consts, strict=True))
     values |= zip(jaxpr.invars, arrays, strict=True)

@@ -15,10 +15,7 @@ REPLICA = "replica"
 
 
 def axis_sizes(axes: Mapping[str, int], count: int, how: str = " (on CPU: --devices {0})") -> dict[str, int]:
-    """Return the sizes of a mesh of `count` devices, with its -1 filled in: axis -> size, in the same order.
-
-    `how` says in the error how to run on {0} devices.
-    """
+    """Return the sizes of a mesh of `count` devices, with its -1 filled in; `how` tells how to run on {0} devices."""
     check_axes(axes)
     known = math.prod(size for size in axes.values() if size != -1)
     sizes = {name: count // known if size == -1 else size for name, size in axes.items()}
@@ -72,10 +69,6 @@ class BatchUnit:
     @property
     def rows(self) -> int:
         return math.prod(self.factors.values())
-
-    def round_up(self, rows: int) -> int:
-        """Return the smallest multiple of the divisor that is not below `rows`."""
-        return -(-rows // self.rows) * self.rows
 
     def rule(self, rows: int, subject: str = "a batch's rows") -> str:
         """Return the rule and the number given: "a batch's rows must divide by data=4 × accumulate=3 = 12; given 9"."""

@@ -80,8 +80,8 @@ _PLACEMENT = "annotate_device_placement"  # JAX's custom call that tells XLA an 
 def mark_host_leaves(lowered: jax.stages.Lowered) -> None:
     """Add the memory kinds of arguments and results to a program that was lowered for described devices.
 
-    An argument is in host memory if the program declares this before it uses the argument, as `fetched` does. A result
-    is in host memory if the program moves it there last.
+    An argument is marked if a direct use of it declares host memory, as `fetched` does. A result is marked if the
+    program's last operation on it moves it there.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:

@@ -50,7 +50,7 @@ def _leaf(path: str, value: Any) -> Leaf:
     if isinstance(sharding, jax.sharding.Sharding):
         with suppress(ValueError):  # a spec that does not fit
             part = sharding.shard_shape(shape)
-    known = sharding is not None or isinstance(value, np.ndarray | np.generic)
+    is_known = sharding is not None or isinstance(value, np.ndarray | np.generic)
     on_host = getattr(sharding, "memory_kind", None) == PINNED
     words = type(value if sharding is None else sharding).__name__
     if isinstance(sharding, NamedSharding):
@@ -59,7 +59,7 @@ def _leaf(path: str, value: Any) -> Leaf:
     if isinstance(value, jax.Array) and not traced and value.is_deleted():
         words += ", donated"
     size, array = math.prod(shape), f"{dtype}{[*shape]}"
-    return Leaf(path, array, words, size, bytes_per_device(part, dtype, 1), is_sharding_known=known, on_host=on_host)
+    return Leaf(path, array, words, size, bytes_per_device(part, dtype, 1), is_sharding_known=is_known, on_host=on_host)
 
 
 def leaf_table(leaves: Sequence[Leaf], most: int) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Device meshes with named axes: the number of devices, and the place of each device in the mesh.
+"""Device meshes with named axes: which devices, and the place of each in the mesh.
 
 - `data`: the batch is split over it, and ZeRO shards parameters, gradients and optimizer state over it.
 - `replica`: the batch is split over it too, and every replica holds the whole state, sharded over its `data` (HSDP).
@@ -6,8 +6,8 @@
 - Any other axis is the model's own: `model` for tensor parallelism, `expert`, `pipe`. The plan's rules, or the model's
   own metadata, determine which parameters are sharded over it.
 
-Devices are taken host by host, and the last axis varies fastest. So write the model's axes last: they stay on a host's
-fast links if they fit. `replica` always varies slowest.
+Devices are taken host by host, and the last axis varies fastest. So write the model's axes last: if they fit into a
+host, they use its fast links. `replica` always varies slowest.
 """
 
 import contextlib
@@ -136,11 +136,8 @@ def own_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def host_of(device: Device) -> Any:
-    """Return the group of a device's fast links: JAX's partition (NVLink domain, TPU slice), else its process.
-
-    CPU devices all count as one host: they have no links of their own.
-    """
-    if device.platform == "cpu":
+    """Return the group of a device's fast links: JAX's partition (NVLink domain, TPU slice), else its process."""
+    if device.platform == "cpu":  # without links: all count as one host
         return 0
     attribute = "partition_index" if hasattr(device, "partition_index") else "slice_index"  # its name in older jax
     partition = getattr(device, attribute, None)

@@ -1,11 +1,12 @@
 """Find the parameter of a leaf of the optimizer state, and derive the leaf's specs from the parameter's specs.
 
 An optimizer maps over the parameters, so its state holds trees of the parameters' structure, in any wrapper (`chain`,
-`masked`, ...). A leaf of such a tree has the parameter's path inside its own, and mirrors the parameter if the shapes
-are equal. If dimensions are missing or of size 1 (factored moments), or more are in front (lbfgs' history), it has the
-spec's entries for the common dimensions. Any other leaf is placed by its own shape.
+`masked`, ...). The path of a leaf in such a tree contains the parameter's path, and the leaf mirrors the parameter if
+the shapes are equal. If dimensions are missing or of size 1 (factored moments), or more are in front (lbfgs' history),
+the leaf has the spec's entries for the common dimensions. Any other leaf is placed by its own shape.
 
-`optax.tree_map_params` fails on an `init` that reads shapes or names a parameter, and does not give a leaf's parameter.
+`optax.tree_map_params` is not enough: it fails on an `init` that reads shapes or names a parameter, and it does not
+return the parameter of a leaf.
 """
 
 import math
@@ -69,7 +70,7 @@ def owner_of(path: str, shape: tuple[int, ...], params: Mapping[str, Placement])
 
 
 def _parameter_dims(shape: tuple[int, ...], parameter: Placement) -> tuple[int | None, ...] | None:
-    """Return the parameter's dimension for each dimension of a leaf, or None for its own; None if they do not fit."""
+    """Return for each dimension of a leaf the parameter's, or None if it has no such; None if the shapes do not fit."""
     full = parameter.shape
     extra = len(shape) - len(full)
     if extra > 0:

@@ -74,10 +74,8 @@ class Placement:
     @cached_property
     def dim(self) -> int | None:
         """The dimension that is sharded over `data` at rest and gathered for computing; None if there is none."""
-        for i, axes in enumerate(self.rest):
-            if axes is not None and DATA in axes_of(axes) and DATA not in axes_of(spec_entry(self.compute, i)):
-                return i
-        return None
+        dims = (dim for dim, entry in enumerate(self.rest) if DATA in axes_of(entry))
+        return next((dim for dim in dims if DATA not in axes_of(spec_entry(self.compute, dim))), None)
 
 
 def axes_of(entry: object) -> tuple[str, ...]:
@@ -93,7 +91,7 @@ def spec_entry(spec: PartitionSpec, dim: int) -> object:
 
 
 def data_last(entry: object) -> object:
-    """Move `data` to the end of a spec's entry: then gathering over `data` yields each device's shard over the rest."""
+    """Move `data` to the end of a spec's entry, so that gathering over `data` gives a shard over the other axes."""
     axes = axes_of(entry)
     return (*(axis for axis in axes if axis != DATA), DATA) if DATA in axes and len(axes) > 1 else entry
 

@@ -36,10 +36,7 @@ def traced_mesh() -> Mesh | None:
 
 
 def traced_shards() -> int:
-    """Return the number of devices that share the rows which the traced code sees.
-
-    1 under `shard_map`, where it sees one device's rows, and outside of a step.
-    """
+    """Return the number of devices that share the rows of the traced code: 1 in `shard_map` and outside of a step."""
     if (mesh := _CURRENT.get()) is None:
         return 1
     return math.prod(mesh.shape[axis] for axis in batch_axes(mesh) if axis not in _manual_axes())

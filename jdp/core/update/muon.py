@@ -228,7 +228,9 @@ def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Arr
     forms = list(map(Form.of, results, treedef.flatten_up_to(dims)))
     for i, (leaf, form) in enumerate(zip(results, forms, strict=True)):
         alike.setdefault((form.matrix, leaf.dtype), []).append(i)
-    mesh = _mesh_of(results)
+    # the mesh for which an update is traced, else that of its arrays
+    mesh: Any = traced_mesh() or next((jax.typeof(leaf).sharding.mesh for leaf in results), None)
+    mesh = None if mesh is None or is_traced_by_shard() or mesh.shape.get(DATA, 1) == 1 else mesh
     for members in alike.values():
         parts = [forms[i].matrices(results[i]) for i in members]
         stack, count = jnp.concatenate(parts), 1 if mesh is None else mesh.shape[DATA]
@@ -243,22 +245,14 @@ def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Arr
 
 
 def _by_devices(function: Callable[[jax.Array], jax.Array], stack: jax.Array, mesh: AnyMesh | None) -> jax.Array:
-    """Apply a function to a stack [n, a, b]; each device computes n / N matrices.
-
-    Before and after it the matrices' own dimensions are open, so XLA shards them like the parameters.
-    """
+    """Apply a function to a stack [n, a, b]; each device computes n / N matrices."""
     if mesh is None:
         return function(stack)
+    # outside of the function a and b are open, so XLA shards them like the parameters
     at_rest = NamedSharding(mesh, PartitionSpec(None, OPEN, OPEN))
     divided = NamedSharding(mesh, PartitionSpec(DATA))
     stack = jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(stack, at_rest), divided)
     return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(function(stack), divided), at_rest)
-
-
-def _mesh_of(leaves: Sequence[jax.Array]) -> AnyMesh | None:
-    """Return the mesh for which an update is traced, or the mesh of its arrays; None if `data` has one device."""
-    mesh: Any = traced_mesh() or next((jax.typeof(leaf).sharding.mesh for leaf in leaves), None)
-    return None if mesh is None or is_traced_by_shard() or mesh.shape.get(DATA, 1) == 1 else mesh
 
 
 def noting_stacks() -> AbstractContextManager[list[Stack]]:

@@ -92,7 +92,7 @@ def products(program: ClosedJaxpr) -> set[int]:
 
 
 def _why_not(error: Exception, params: PyTree) -> str:
-    """Describe the failure of an update on shapes, which fails without jdp too."""
+    """Describe the failure of an optimizer's update on shapes; jdp is not its cause."""
     given = f"A step gives an optimizer gradients, state, parameters and {GIVEN}= (the loss); this optimizer's update"
     if isinstance(error, TypeError) and "missing" in str(error) and (missing := re.findall(r"'(\w+)'", str(error))):
         return f"{given} also needs {', '.join(missing)}. Leave out its cause, as in optax.lbfgs(linesearch=None)."

@@ -1,10 +1,8 @@
 """Learning rates for large batches: scale the rate with the batch, and warm it up.
 
-A rate that was tuned for `base_batch` examples a step is scaled to another global batch. Linear scaling (Krizhevsky
-2014, arXiv:1404.5997; Goyal et al. 2017, arXiv:1706.02677, section 2.1) makes k small steps of SGD similar to one step
-with k times as many examples. Scaling by the square root (Krizhevsky 2014) keeps the variance of the update; adaptive
-optimizers need it (Malladi et al. 2022, arXiv:2205.10287; You et al. 2019, arXiv:1904.00962, for LAMB). The first steps
-of a large rate diverge, so it is warmed up (Goyal et al. 2017, section 2.2).
+Linear scaling makes k small steps of SGD similar to one step with k times as many examples. Scaling by the square root
+keeps the variance of the update, which adaptive optimizers need. The first steps of a large rate diverge, so it is
+warmed up. The functions name the sources.
 """
 
 import math
@@ -34,8 +32,8 @@ def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["lin
         base_batch: the global batch size, in examples, that it was tuned for.
         batch: the global batch size to use: examples a step over all devices and microbatches.
         rule: "linear": base_lr · batch / base_batch, for SGD (Krizhevsky 2014, arXiv:1404.5997; Goyal et al. 2017,
-            arXiv:1706.02677). "sqrt": base_lr · √(batch / base_batch), for Adam and similar optimizers (Malladi et al.
-            2022, arXiv:2205.10287).
+            arXiv:1706.02677, section 2.1). "sqrt": base_lr · √(batch / base_batch), for Adam and similar optimizers
+            (Krizhevsky 2014; Malladi et al. 2022, arXiv:2205.10287; for LAMB You et al. 2019, arXiv:1904.00962).
 
     Raises:
         ValueError: a rate or a batch that is not a positive number; an unknown rule.

@@ -27,7 +27,6 @@ from jdp.foresight.memory import memory_by_argument
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, on_target
 from jdp.foresight.targets.resolve import Target, check_target, target_of
-from jdp.foresight.targets.resolve import target as named
 from jdp.foresight.traffic.contract import TINY, TOLERANCE, collectives_on
 from jdp.foresight.traffic.origin import Parameters, Reading
 from jdp.foresight.traffic.sends import activations, sent_by
@@ -52,7 +51,7 @@ def forecast(
             f"The first argument is a step, jdp.verify(step, state, batch); given {described(function)}. Pass the "
             "arguments in this order."
         )
-    devices = named(target) if isinstance(target, str) else target
+    devices = None if target is None else target_of(target)
     moved = move(function, arguments, devices, mesh)
     devices = devices or target_of(None, [each.abstract() for each in moved.traced.arguments])
     parameters = chosen(params, moved.traced.arguments)
@@ -155,7 +154,7 @@ def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Re
         )
     devices = math.prod(mesh.shape[axis] for axis in moved.batch_axes)
     size = 0
-    for each in parameters:  # an array's shard of the model's own axes, gathered along the batch's
+    for each in parameters:  # a shard along the model's own axes, gathered along the batch's axes
         of_model = {axis for entry in each.spec for axis in axes_of(entry)} - {*moved.batch_axes}
         size += bytes_per_device(each.shape, each.dtype, math.prod(mesh.shape[axis] for axis in of_model))
     transfers = 3 if row.gather == "use" else 2  # an all-reduce is a reduce-scatter and an all-gather
@@ -178,7 +177,7 @@ def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argumen
         first = list(dict.fromkeys(each.path for each in arguments))
         hint = nearest(str(params), first, cutoff=0.3)
         raise UserError(
-            f"params names floating-point arguments of the step, such as {first[0]}; given {params!r}, which none "
-            f"matches{hint}"
+            f"params names floating-point arguments of the step, such as {first[0]}; given {params!r}, which "
+            f"matches none{hint}"
         )
     return found

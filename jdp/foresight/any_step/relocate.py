@@ -1,7 +1,7 @@
-"""A jitted function's program on other devices: the same axes with other sizes, and every mesh in it exchanged.
+"""Move a jitted function's program to other devices: its mesh keeps its axes, but may change their sizes.
 
-The function closes over its mesh, in `NamedSharding`s of constraints and of the jit, and in `shard_map`s. The jaxpr
-gets the target's mesh in their place (`Exchange`), and in the types of its variables. A `shard_map`'s body has one
+The function closes over its mesh, in `NamedSharding`s of constraints and of the jit, and in `shard_map`s. `Exchange`
+puts the target's mesh in their place in the jaxpr and in the types of its variables. The body of a `shard_map` has one
 device's shapes, so its sizes must stay, unless it takes the context's mesh or belongs to `jdp.value_and_grad`. If the
 new mesh cannot split a batch's rows, they are rounded up and the function is traced again.
 """
@@ -222,7 +222,7 @@ class Exchange:
         if isinstance(value, Mesh | AbstractMesh):
             return self._mesh(value)
         if isinstance(value, core.ClosedJaxpr):
-            return core.ClosedJaxpr(self._once(value.jaxpr, self._jaxpr), value.consts)  # jax 0.12: it is its jaxpr
+            return core.ClosedJaxpr(self._once(value.jaxpr, self._jaxpr), value.consts)  # a Jaxpr in jax 0.12
         if isinstance(value, core.Jaxpr):
             return self._once(value, self._jaxpr)
         if type(value) in (tuple, list):
@@ -254,7 +254,7 @@ class Exchange:
         new = copy(variable)
         new.aval = variable.aval.update(sharding=self(sharding))
         if isinstance(variable, core.Literal) and isinstance(variable.val, np.ndarray):
-            new.val = copy(variable.val)  # without the type that jax has kept in it
+            new.val = copy(variable.val)  # without the type that jax caches in it
         return new
 
     def _equation(self, equation: Any) -> Any:
@@ -275,7 +275,7 @@ class Exchange:
     def _context(self, context: Any) -> Any:
         if context.cur_abstract_mesh.empty:
             return context
-        new = object.__new__(type(context))  # immutable, and jax's own constructor takes what is set right now
+        new = object.__new__(type(context))  # immutable, and jax's constructor takes the current settings
         for name in type(context).__slots__:
             if hasattr(context, name) and not name.startswith("__"):
                 object.__setattr__(new, name, getattr(context, name))

@@ -114,7 +114,7 @@ class Traced:
     """A jitted function's program."""
 
     name: str  # the function's
-    closed: core.ClosedJaxpr = field(repr=False)  # the jaxpr
+    closed: core.ClosedJaxpr = field(repr=False)
     arguments: tuple[Argument, ...]  # one for each of the jaxpr's inputs
     out_shardings: tuple[NamedSharding | None, ...]  # of its results; None: not given to the jit
     options: Mapping[str, Any]  # the function's compiler options

@@ -1,1 +1,1 @@
-"""The compiled program: `compiled.py` makes it, `module.py` parses its text, `collectives.py` counts what it sends."""
+"""The compiled program: `compiled.py` makes it, `module.py` parses its text, `collectives.py` counts its traffic."""

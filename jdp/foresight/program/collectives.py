@@ -109,13 +109,13 @@ def _of_instruction(
         return []
     if step.kind in KINDS:
         return [collective_of(step, program)]
-    called = {attribute: [of_computation(name) for name in names] for attribute, names in step.called.items()}
     if step.kind == "while":
         trips = step.trip_count
         tests = trips if trips is None else trips + 1  # the condition is evaluated once more than the body
         rounds = {"condition": tests, "body": trips}
-        return [replace(c, loops=(rounds[a], *c.loops)) for a in rounds for each in called[a] for c in each]
-    inside = [each for computations in called.values() for each in computations]
+        runs = [(rounds[a], c) for a in rounds for name in step.called[a] for c in of_computation(name)]
+        return [replace(c, loops=(times, *c.loops)) for times, c in runs]
+    inside = list(map(of_computation, step.callees))
     if step.kind == "conditional":
         return [replace(c, in_conditional=True) for c in max(inside, key=total_wire_bytes)]
     if step.is_start:
@@ -125,7 +125,11 @@ def _of_instruction(
 
 def collective_of(step: Instruction, program: Program) -> Collective:
     """Return an instruction of one of `KINDS` as a `Collective`, without the loops around it."""
-    groups = _groups(step.bare, program.devices)
+    match = _GROUPS.search(step.bare)
+    if match is None:
+        raise UserError(f"no device groups in a known notation: {step.bare.strip()[:300]}")
+    # in a permute `{}` means that no device sends, in groups it means all devices
+    groups = ((0,),) if "source_target_pairs={}" in step.bare else _expanded(match[1], program.devices)
     results = shapes(_result_type(step))
     # The result of a reduce-scatter is one device's shard: the operand has a shard for every device of the group.
     times = max(map(len, groups)) if step.kind == "reduce-scatter" else 1
@@ -163,15 +167,6 @@ _LISTED = r"\{(?:\{[\d,]*\},?)*\}"
 _IOTA = r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
 _MESH = r"mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? \{[^}]*\}"
 _GROUPS = re.compile(rf"\b(?:replica_groups|source_target_pairs)=({_LISTED}|{_IOTA}|{_MESH})")
-
-
-def _groups(bare: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    if "source_target_pairs={}" in bare:  # a permute in which no device sends; as groups, `{}` is all devices
-        return ((0,),)
-    match = _GROUPS.search(bare)
-    if match is None:
-        raise UserError(f"no device groups in a known notation: {bare.strip()[:300]}")
-    return _expanded(match[1], devices)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,7 +1,8 @@
 """A compiled step, from the compiler or the cache: the scheduled program as text, its memory, XLA's warnings.
 
 `compile_step(lowered)` compiles one program at a time, because XLA writes its warnings to the process' standard error:
-lines that arrive there meanwhile belong to this program. Lines about anything but sharding and memory are passed on.
+the lines that arrive there meanwhile are about this program. Lines about other subjects than sharding and memory are
+passed on.
 """
 
 import json
@@ -80,7 +81,7 @@ _VERSION = "4"  # of an entry's fields
 
 
 def _key(lowered: jax.stages.Lowered, described: str) -> str:
-    """Return a hash of the program, devices, versions and the user's sources in it; not of line numbers, which vary."""
+    """Return a hash of the program without its line numbers, of devices, versions and the user's source files in it."""
     located = lowered.as_text(debug_info=True)
     files = [Path(name) for name in sorted(set(re.findall(r'"([^"]+\.py)":\d', located)))]
     own = [file for file in files if file.is_file() and "site-packages" not in file.parts]
@@ -122,7 +123,7 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
 
 
 def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile; again with cuBLAS' kernels if XLA, without a device to try tiles on, finds none for a product."""
+    """Compile; if XLA finds no tiles for a product, as it has no device to try them on, compile for cuBLAS' kernels."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:

@@ -27,7 +27,7 @@ class Instruction:
 
     @cached_property
     def bare(self) -> str:
-        """The line with its strings emptied: an op_name may hold anything, even look-alikes of attributes."""
+        """The line with its strings emptied: an op_name may hold any text, even text that looks like an attribute."""
         return _STRING.sub('""', self.line)
 
     @cached_property
@@ -53,6 +53,11 @@ class Instruction:
         for attribute, many, one in _CALLED.findall(self.bare):
             names[attribute] = (*names.get(attribute, ()), *_NAME.findall(many or one))
         return names
+
+    @property
+    def callees(self) -> tuple[str, ...]:
+        """The computations in `called`, of all attributes."""
+        return tuple(name for names in self.called.values() for name in names)
 
     @property
     def kind(self) -> str:
@@ -142,7 +147,6 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Parse the text of a compiled program."""
     entry = None
     computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}

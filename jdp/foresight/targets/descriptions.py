@@ -176,7 +176,7 @@ _SOFTWARE = ("dnn_version", "driver_version", "runtime_version", "compile_time_t
 
 
 def device_fields(text: str) -> dict[str, str]:
-    """Return the fields of the device without zeros, which XLA does not write; `name` is what jax calls the device."""
+    """Return the fields of the device without zeros, which XLA does not write; `name` is jax's name for the device."""
     prefix, scalars = "gpu_device_info.", fields(text)
     device = {k.removeprefix(prefix): v for k, v in scalars.items() if k.startswith(prefix) and v not in ("0", "NONE")}
     if "core_count" not in device:

@@ -28,7 +28,6 @@ from jdp.core.types import Batch, Device
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.descriptions import fields
 from jdp.foresight.targets.resolve import Target, target_of
-from jdp.foresight.targets.resolve import target as named
 
 
 def candidate_name(strategy: str, accumulate: int) -> str:
@@ -86,7 +85,7 @@ _IMPOSSIBLE = {
 
 @contextmanager
 def lowering_for(device: Device, cudnn: int | None) -> Generator[None]:
-    """Lower for a device inside the context: answer for its cuDNN, explain jax's errors, hide a warning."""
+    """Return a context to lower for a device: it answers for its cuDNN, explains jax's errors and hides a warning."""
     try:
         with warnings.catch_warnings(), answered_for(device, cudnn):
             # `traffic.symptoms` reads the arguments that were not donated from the program, with their paths.
@@ -107,7 +106,7 @@ def abstract_on(
     *,
     microbatches: int | None = None,
 ) -> Candidate:
-    target = named(target) if isinstance(target, str) else target
+    target = None if target is None else target_of(target)
     plan = step.plan.on(_mesh(step, state, target))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
@@ -133,7 +132,7 @@ def cudnn_of(target: Target) -> int | None:
 
 
 def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
-    raised = unit.round_up(rows)
+    raised = -(-rows // unit.rows) * unit.rows
     if raised == rows:
         return rows, ()
     rule = unit.rule(rows)
@@ -157,8 +156,7 @@ def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax
 
 def dtype_on_device(dtype: Any) -> Any:
     """Return the dtype of an array on a device: float32 for NumPy's float64; a key keeps its dtype."""
-    is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
-    return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 ASSUMED = 91_000

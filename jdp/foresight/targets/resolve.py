@@ -174,7 +174,7 @@ def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Dev
     try:
         with _unchecked_without_driver():
             described = topologies.get_topology_desc("gpu", "cuda", topology=topology, target_config=config)
-    except NotImplementedError:  # a RuntimeError too: it comes first
+    except NotImplementedError:  # it is a RuntimeError too
         raise UserError(
             f"target {name!r}: the CUDA plugin did not start when jax first looked for devices, most likely because it "
             "found no working GPU (jax logged why). Start the process with JAX_PLATFORMS=cpu: compiling needs no GPU"

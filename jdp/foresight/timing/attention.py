@@ -34,10 +34,8 @@ class Attention:
     @property
     def seen(self) -> float:
         """Mean number of keys that a query sees."""
-        if not self.causal:
-            return min(self.keys, self.window or self.keys)
         window = min(self.window or self.keys, self.keys)
-        return window - window**2 / (2 * self.keys)
+        return window - window**2 / (2 * self.keys) if self.causal else window
 
     @property
     def scores(self) -> float:

@@ -98,10 +98,8 @@ def _matmul_rate(dtype: str, chip: Chip) -> float:
 
 
 def utilisation(product: Product, cores: int, model: CostModel) -> float:
-    """Return the share of the cores' work that contributes to the result, at the best split of the contraction.
-
-    As XLA's CalculateComputeTimeWithTileAndWaveQuantization, plus splits.
-    """
+    """Return the share of the cores' work that contributes to the result, at the best split of the contraction."""
+    # as XLA's CalculateComputeTimeWithTileAndWaveQuantization, plus splits
     tiles, padded = product.batch, 1
     for size in (product.m, product.n):
         tile = min(model.tile, _round_up(size, model.smallest_tile))
@@ -178,7 +176,7 @@ class _Demand:
         return operand.result_bytes * min(1.0, self.elements[operand.name] / size) if size else 0.0
 
     def _write(self, root: Instruction) -> float:
-        """Need a result; return the bytes written: for a buffer updated in place, the update's."""
+        """Mark a result as needed; return the bytes written: of a buffer updated in place, only the update's."""
         step = self._behind_bitcasts(root)
         self.elements[root.name] = max(1, _size(root))
         if step.opcode in ("dynamic-update-slice", "scatter") and step.name in self.made:

@@ -64,6 +64,4 @@ def seconds_at_peak(step: Step, state: TrainState, batch: Batch) -> float | None
     """Return the seconds of a training step at every device's peak: the MFU times the step's seconds."""
     devices = step.plan.mesh.devices
     peak = peak_flops(devices.flat[0].device_kind, jnp.dtype(step.settings.precision.compute_dtype).name)
-    if peak is None:
-        return None
-    return model_flops(step, state, batch) / (peak * devices.size)
+    return None if peak is None else model_flops(step, state, batch) / (peak * devices.size)

@@ -65,7 +65,6 @@ class Schedule:
         return self._operations[computation]
 
     def _timed(self, step: Instruction, computation: str) -> TimedOp | None:
-        called = tuple(name for names in step.called.values() for name in names)
         if step.opcode.endswith("-done"):
             return TimedOp("done", step)
         if collectives := tuple(self._collectives(step)):
@@ -75,9 +74,9 @@ class Schedule:
             return self._loop(step)
         if step.kind == "conditional":
             self._warn("a conditional counts its longest branch", step)
-            return TimedOp("branch", step, inner=called)
+            return TimedOp("branch", step, inner=step.callees)
         if step.kind == "call":
-            return TimedOp("call", step, inner=called)
+            return TimedOp("call", step, inner=step.callees)
         copies = is_host_copy(step, computation, self.program)
         if copies and (rate := self._host_rate) is not None:
             moved = cost(step, computation, self.program).bytes / 2  # each byte is read and written
@@ -96,7 +95,7 @@ class Schedule:
             payload = c.payload_bytes if c.group_size > 1 else 0
             yield collective_cost(c.kind, payload, c.groups, self.target).seconds if payload else 0.0, payload
         elif step.kind in ("fusion", "async", "custom-call"):
-            for name in (name for names in step.called.values() for name in names):
+            for name in step.callees:
                 for inner in self.program[name]:
                     yield from self._collectives(inner)
 
@@ -162,10 +161,8 @@ def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[Group, ...]:
                 f"a program's groups must be within the target's {devices} devices; given device {max(group)}: use the "
                 "target that the program was compiled for"
             )
-        shared = Counter(member // per_host for member in set(group))  # devices are ordered host by host
-        if (members := shared.total()) > 1:
-            distinct.add(Group(members, len(shared), min(shared.values()), max(shared.values())))
-    return tuple(sorted(distinct))
+        distinct.add(Group.of(member // per_host for member in set(group)))  # devices are ordered host by host
+    return tuple(sorted(group for group in distinct if group.members > 1))
 
 
 def _torus(kind: str, payload: float, group: Group, chip: Chip, shape: str) -> CollectiveCost:

@@ -120,7 +120,7 @@ class _Walk:
                 case _:
                     lane = LANES[op.kind]
                     begin = max(self.free[COMPUTE], self.free[lane])
-                    self._record(op, begin)
+                    self._record(op, lane, begin, op.seconds)
                     self.free[lane] = begin + op.seconds
                     if op.kind.endswith("start"):
                         pending[op.step.name] = (lane, self.free[lane])
@@ -158,24 +158,19 @@ class _Walk:
     def _lag(self) -> list[float]:
         return [max(0.0, seconds - self.free[COMPUTE]) for seconds in self.free.values()]
 
-    def _record(self, op: TimedOp, start: float) -> None:
-        if self.recording and op.seconds:
-            what, source = self._origin(op)
-            self.events.append(Event(op.step.name, LANES[op.kind], start, op.seconds, what, source, bytes=op.bytes))
+    def _record(self, op: TimedOp, lane: str, start: float, seconds: float, rounds: int = 0) -> None:
+        """Add an event for an operation, or for the remaining `rounds` of a loop."""
+        if self.recording and seconds:
+            what = (op.step.op_name or op.step.kind) + (f": {rounds} more rounds" if rounds else "")
+            source = self.schedule.program.source_line(op.step)
+            self.events.append(Event(op.step.name, lane, start, seconds, what, source, rounds or 1, op.bytes))
 
     def _record_remaining_rounds(self, op: TimedOp) -> None:
-        if not self.recording:
-            return
-        times = op.trips - _ROUNDS_SHOWN
-        busy = sum((self.schedule.busy(name) for name in op.inner), Counter[str]())
-        what, source = self._origin(op)
-        for lane, free in self.free.items():
-            if seconds := times * busy[lane]:
-                start, words = max(self.free[COMPUTE], free), f"{what}: {times} more rounds"
-                self.events.append(Event(op.step.name, lane, start, seconds, words, source, times))
-
-    def _origin(self, op: TimedOp) -> tuple[str, str | None]:
-        return op.step.op_name or op.step.kind, self.schedule.program.source_line(op.step)
+        if self.recording:
+            rounds = op.trips - _ROUNDS_SHOWN
+            busy = sum((self.schedule.busy(name) for name in op.inner), Counter[str]())
+            for lane, free in self.free.items():
+                self._record(op, lane, max(self.free[COMPUTE], free), rounds * busy[lane], rounds)
 
 
 ATTENTION, PRODUCTS, COPIES, ELEMENTWISE = "attention", "matrix products", "copies", "element-wise"

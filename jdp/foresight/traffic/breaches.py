@@ -1,8 +1,8 @@
 """Why a program breaks the contract: the collective, the parameter, the source line, and the fix.
 
-Each tensor of a kind of collective that exceeds its promise is compared with the promise. No parameter has its shape,
-the row does not name the kind, or it runs for every microbatch but is promised once a step. Or its parameters' share is
-used up, because its elements are wider than promised or it is sent too often. Tensors with the same fault share one
+If a kind of collective exceeds its promise, each of its tensors is compared with the promise. A tensor is at fault if
+no parameter has its shape, or if the row does not name the kind. It is also at fault if it is sent for every microbatch
+instead of once a step, or too often or too wide for the share of its parameters. Tensors with the same fault share one
 sentence (`Fault`). Traffic that belongs to no parameter (`strays`) is reported even if the contract is kept.
 """
 

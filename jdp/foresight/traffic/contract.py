@@ -32,7 +32,7 @@ TINY = 256
 class MeshCollective:
     """A collective of the program, placed on the mesh."""
 
-    collective: Collective  # as read
+    collective: Collective
     axes: tuple[str, ...]  # the mesh axes along which its groups vary; empty if nothing leaves a device
     in_accumulation_loop: bool  # it runs for every microbatch
     over_batch: bool  # it varies along `replica` or `data`, so the contract counts it
@@ -40,7 +40,7 @@ class MeshCollective:
 
     @property
     def payload_bytes(self) -> int:
-        """A step, without batch statistics."""
+        """Bytes a step, without batch statistics."""
         return self.collective.payload_bytes * self.collective.count - self.statistics_bytes
 
     @property
@@ -125,7 +125,7 @@ class Row:
 class Verdict(NamedTuple):
     """Whether a program keeps the contract."""
 
-    kept: bool  # it does
+    kept: bool
     wire_bytes: float  # bytes that each device sends a step along the batch axes
     theory_wire_bytes: float  # bytes promised
     rows: tuple[Row, ...]  # by kind, promised kinds first

@@ -3,7 +3,7 @@
 A collective runs once a microbatch if a `while` around it is the scan over the microbatches. XLA joins many tensors
 into one collective and flattens an all-reduce's; both are undone. A tensor's source line is the innermost line in jax's
 traceback that the user wrote. Its parameters are those with its shape, whole or one device's shard, stacked or one
-layer's slice: evidence, not proof. Every report is made from a `Reading`, a step with its known arguments.
+layer's slice, so the match may be wrong. Every report is made from a `Reading`, a step with its known arguments.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sites:
         for computation, steps in program.computations.items():
             for step in steps:
                 self._computation_of[step.name] = computation
-                for called in (name for names in step.called.values() for name in names):
+                for called in step.callees:
                     self._callers.setdefault(called, (computation, step))
 
     def loops(self, name: str) -> list[Instruction]:
@@ -213,7 +213,8 @@ class Parameters:
         """Return the parameters with these dimensions, in any order and without dimensions of 1: XLA chooses layouts.
 
         The order of preference: the working copy or the shard; one layer of either; the global array. Then all shards,
-        or those of one layer, along a dimension of their own, as CPUs gather them. Last, a matrix, for others' steps.
+        or those of one layer, stacked along a new dimension, as CPUs gather them. Last, for a step that jdp did not
+        make, the parameter reshaped to a matrix.
         """
         key = _key(dims)
         return next((tuple(table[key]) for table in self._tables if key and key in table), ())
@@ -260,10 +261,6 @@ def _key(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(size for size in dims if size != 1))
 
 
-ITEMSIZE = 4
-"""Bytes: statistics are summed in float32 for every compute dtype."""
-
-
 @dataclass(frozen=True)
 class BatchStatistics:
     """Batch statistics that a step computes over all devices."""
@@ -281,7 +278,8 @@ class BatchStatistics:
     @property
     def payload_bytes(self) -> int:
         """Bytes a step over all microbatches: forward and backward, plus the sum and weight of metrics."""
-        return 2 * self.rounds * ITEMSIZE * (self.elements + sum(map(math.prod, self.metrics)))
+        float32 = 4  # bytes: statistics are summed in it for every compute dtype
+        return 2 * self.rounds * float32 * (self.elements + sum(map(math.prod, self.metrics)))
 
     def fits(self, piece: Piece) -> bool:
         """Return True if a tensor may be statistics: C or 2C float32 channels, with or without the count; a metric."""

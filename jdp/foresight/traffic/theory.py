@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.base.words import Encoding
-from jdp.core.gradients.wire import encodes, row_bytes
+from jdp.core.gradients.wire import is_encoded, row_bytes
 from jdp.core.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.reading.collectives import Gathered
 from jdp.core.sharding.axes import DATA, REPLICA
@@ -74,9 +74,8 @@ def encoded_reductions(plan: Plan, settings: StepSettings, leaves: Sequence[Leaf
     sizes, r, wire = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize, settings.wire
     assert wire is not None
     n, replicas, everyone = sizes[DATA], sizes.get(REPLICA, 1), plan.batch_shards
-    whole = [count for count, leaf in leaves if leaf.dim is None]
-    if plan.row.shard_state:  # parameters too small to shard, as if they were sharded (`Unsharded`)
-        whole = [count for count in whole if count >= plan.min_shard_size]
+    least = plan.min_shard_size if plan.row.shard_state else 0  # smaller parameters are in `Unsharded`
+    whole = [count for count, leaf in leaves if leaf.dim is None and count >= least]
     sharded = [count for count, leaf in leaves if leaf.dim is not None]
     sums = (
         (sharded, Promise("reduce-scatter", 0, (DATA,), n, rounds, r, 0)),
@@ -89,8 +88,8 @@ def encoded_reductions(plan: Plan, settings: StepSettings, leaves: Sequence[Leaf
 def _encoded(wire: Encoding, counts: Sequence[int], sums: Promise) -> Iterator[Promise]:
     """Yield the promises of leaves with these elements: their codes in place of `sums`, and `sums` for the others."""
     devices, rounds = sums.devices, sums.rounds
-    codes = [count for count in counts if encodes(wire, count, devices)]
-    plain = sum(count for count in counts if not encodes(wire, count, devices))
+    codes = [count for count in counts if is_encoded(count, devices)]
+    plain = sum(counts) - sum(codes)
     kinds = ("all-to-all", "all-gather") if sums.kind == "all-reduce" else ("all-to-all",)
     for kind in kinds if codes and devices > 1 else ():
         payload = rounds * devices * sum(row_bytes(wire, -(-count // devices)) for count in codes)

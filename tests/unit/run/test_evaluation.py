@@ -15,7 +15,7 @@ from tiny_runs import refused
 from jdp.core.update.ema import ema_params
 from jdp.data import global_batches
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import load
+from jdp.experiment.file import ExperimentError, load
 from jdp.run.evaluation import Best, Evaluation
 
 WAYS = [("ddp", 1, None), ("ddp", 8, "manual"), ("zero3", 8, None), ("zero3", 8, "manual")]
@@ -85,6 +85,14 @@ def test_evaluations_use_the_averaged_parameters(points):
     loss = Evaluation(assembly).of(state)["eval_loss"]
     assert loss == pytest.approx(by_hand(ema_params(state).params, heldout)[0], rel=1e-6)
     assert loss != pytest.approx(by_hand(state.params, heldout)[0], rel=1e-4)
+
+
+def test_an_evaluation_without_weights_is_refused(tmp_path):
+    with np.load(write_points(tmp_path, points_text(OF_CLASSES)).with_name("points.npz")) as arrays:
+        np.savez(tmp_path / "others.npz", **arrays, weights=np.zeros(len(arrays["labels"]), np.float32))
+    assembly = assembled(tmp_path / "points.toml")
+    with pytest.raises(ExperimentError, match="weights above 0; given eval_others"):
+        Evaluation(assembly).of(assembly.training.state())
 
 
 def test_best_is_the_smallest_loss_or_largest_accuracy():
