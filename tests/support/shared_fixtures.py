@@ -41,6 +41,14 @@ def notices(caplog):
     return caplog
 
 
+@pytest.fixture(scope="session")
+def mesh():
+    """All eight devices, on the axis `data`."""
+    import jdp
+
+    return jdp.make_mesh(data=8)
+
+
 @pytest.fixture
 def together(tmp_path, capfd):
     """Run a program as two processes with two devices each; return the exit code, stdout and stderr."""
@@ -82,8 +90,13 @@ def sampled(tmp_path_factory):
 
 
 @pytest.fixture
-def reported(monkeypatch, caplog):
-    """The notices of the test, as a function; notices are reported once a process, and earlier ones are forgotten."""
+def fresh_notices(monkeypatch):
+    """Notices are reported once a process: earlier ones are forgotten."""
     monkeypatch.setattr("jdp.base.notices._said", set())
+
+
+@pytest.fixture
+def reported(fresh_notices, caplog):
+    """The notices of the test, as a function."""
     caplog.set_level("INFO", "jdp")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "jdp"]
