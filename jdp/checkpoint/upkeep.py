@@ -189,6 +189,8 @@ class Retention:
             raise UserError(
                 f'mode is "min" or "max"; given {self.mode!r}. Use "min" for a loss, "max" for an accuracy.'
             )
+        if self.mode == "max" and self.best is None:
+            raise UserError('mode says how the metric `best` is compared; given "max" without it. Add best="accuracy".')
 
     def best_step(self, metrics: Metrics) -> int | None:
         """Return the best step by the metric, the newest of equals; None if none has a finite value."""

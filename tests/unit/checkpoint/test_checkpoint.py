@@ -204,6 +204,7 @@ def test_a_pattern_is_no_directory(tmp_path, name):
     [
         ({"keep": 0}, "keep is a positive number of steps or None; given 0"),
         ({"keep_every": "9"}, "keep_every is a positive number .*given '9'"),
+        ({"mode": "max"}, 'given "max" without it'),
         ({"best": "loss", "mode": "least"}, 'mode is "min" or "max"; given \'least\''),
     ],
 )

@@ -240,6 +240,11 @@ MISTAKES = {
     "a name twice": ("own_step.py:twice", [], r"twice must return .*; given the names 'w': name other arguments than"),
     "too few": ("own_step.py:too_few", [], r"could not be compiled:\n(.*\n)*  TypeError: .* missing \d required"),
     "arguments": ("own_step.py:needs", [], r"given needs, which needs config: give config a default"),
+    "a tolerance of no comparison": (
+        "own_step.py:make_step",
+        ["--tolerance", "3%"],
+        "is for --against; given 3% without",
+    ),
     "a tolerance": ("own_step.py:make_step", ["--tolerance", "2"], "--tolerance is a percentage; given .2.: write 2%"),
     "a key": ("own_step.py:make_step", ["--train.steps", "3"], "--train.steps is for an experiment; given the program"),
     "no baseline": ("own_step.py:make_step", ["--against", "nosuch.json"], "No such file or directory; write it with"),

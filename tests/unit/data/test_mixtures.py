@@ -114,6 +114,7 @@ def test_texts_are_mixed(tmp_path):
     ("weights", "seed", "message"),
     [
         ([], 0, "at least one data set; given none"),
+        ([Data(5, 3)], 0, r"pairs \(data set, weight\); given .*: swap them"),
         ([1, 0], 0, "weights must be positive numbers of similar size; given 1.0, 0.0"),
         ([1, float("nan")], 0, "given 1.0, nan"),
         ([1e12, 1], 0, r"given 1000000000000.0, 1.0: leave out"),
