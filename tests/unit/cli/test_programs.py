@@ -240,7 +240,7 @@ MISTAKES = {
     "a name twice": ("own_step.py:twice", [], r"twice must return .*; given the names 'w': name other arguments than"),
     "too few": ("own_step.py:too_few", [], r"could not be compiled:\n(.*\n)*  TypeError: .* missing \d required"),
     "arguments": ("own_step.py:needs", [], r"given needs, which needs config: give config a default"),
-    "a tolerance of no comparison": (
+    "a tolerance alone": (
         "own_step.py:make_step",
         ["--tolerance", "3%"],
         "is for --against; given 3% without",
