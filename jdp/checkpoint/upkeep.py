@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -66,10 +65,10 @@ def is_marked(directory: Path) -> bool:
 
 def make_directory(directory: Path) -> None:
     """Make a directory of checkpoints. In an existing directory, numbered entries must be checkpoints."""
-    if "\\" in str(directory) or not fnmatchcase(str(directory), str(directory)):
+    if {*"*?[\\"} & {*str(directory)}:
         raise CheckpointError(
             f"{directory} is a pattern to Orbax, which would write checkpoints that cannot be read: choose a path "
-            "without [x] and backslashes."
+            "without *, ?, [ and backslashes."
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)

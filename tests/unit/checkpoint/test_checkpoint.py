@@ -192,7 +192,7 @@ def test_the_newest_of_equals_is_the_best(tmp_path):
         assert (checkpoints.best, checkpoints.steps) == (3, [3, 4])
 
 
-@pytest.mark.parametrize("name", ["a[x]", "a\\b"])
+@pytest.mark.parametrize("name", ["a[x]", "a\\b", "a*b"])
 def test_a_pattern_is_no_directory(tmp_path, name):
     with pytest.raises(jdp.CheckpointError, match="is a pattern to Orbax"):
         jdp.Checkpoints(tmp_path / name)
