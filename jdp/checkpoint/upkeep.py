@@ -65,6 +65,11 @@ def is_marked(directory: Path) -> bool:
 
 def make_directory(directory: Path) -> None:
     """Make a directory of checkpoints. In an existing directory, numbered entries must be checkpoints."""
+    if {*"*?[\\"} & {*str(directory)}:
+        raise CheckpointError(
+            f"{directory} is a pattern to Orbax, which would write checkpoints that cannot be read: choose a path "
+            "without *, ?, [ and backslashes."
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -183,6 +188,8 @@ class Retention:
             raise UserError(
                 f'mode is "min" or "max"; given {self.mode!r}. Use "min" for a loss, "max" for an accuracy.'
             )
+        if self.mode == "max" and self.best is None:
+            raise UserError('mode says how the metric `best` is compared; given "max" without it. Add best="accuracy".')
 
     def best_step(self, metrics: Metrics) -> int | None:
         """Return the best step by the metric, the newest of equals; None if none has a finite value."""

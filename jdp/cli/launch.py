@@ -38,8 +38,8 @@ class Options:
     names the process that failed first, and exits with its exit code. It passes on Ctrl-C and SIGTERM.
 
     With --max-restarts it then restarts all processes, and an experiment resumes from its newest checkpoint. It does
-    not restart after exit codes 1, 2 (a mistake), 78 (processes that do not match) and 130 (Ctrl-C), nor a third time
-    without a new checkpoint.
+    not restart after exit codes 1, 2 (a mistake), 78 (processes that do not match, wrong results) and 130 (Ctrl-C), nor
+    a third time without a new checkpoint.
 
     On several machines, run the same command on each, with its own --node-rank: jdp launch -n 8 --nodes 4 --node-rank 1
     --coordinator node0:29500 -- FILE. The program calls jdp.initialize(), as jdp train does. If a process fails or a
@@ -84,8 +84,9 @@ def _launch(options: Options, command: list[str]) -> int:
     from jdp.launch.output import LOGS
     from jdp.launch.supervisor import launch as start
 
-    if options.processes < 1:
-        raise UsageError(f"-n must be 1 or more processes; given {options.processes}: raise it")
+    for flag, number in {"-n": options.processes, "--devices-per-process": options.devices_per_process}.items():
+        if number is not None and number < 1:
+            raise UsageError(f"{flag} must be 1 or more; given {number}: raise it")
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts must be 0 or more; given {options.max_restarts}: 0 starts nothing again")
     nodes = _nodes(options)

@@ -38,7 +38,7 @@ import jdp
 from jdp.base.errors import UserError
 from jdp.base.toml import cut
 from jdp.base.words import nearest
-from jdp.cli.help import wrapped
+from jdp.cli.help import ALL_KEYS, wrapped
 from jdp.cli.options import UsageError
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # escape characters that the encoding lacks, such as é in ASCII
             stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
-    trains = given[:1] in (["train"], ["launch"])
+    trains = given[:1] in (["train"], ["launch"]) and given[1:2] not in (["-h"], ["--help"], [ALL_KEYS])
     with lasting("stderr"), lasting("stdout") if trains else contextlib.nullcontext():
         return _in_words(given)
 

@@ -25,6 +25,8 @@ from jdp.experiment.file import load
 if TYPE_CHECKING:
     from jdp.foresight.verify import Report
 
+TOLERANCE = "2%"  # unless --tolerance is given
+
 
 @dataclass(frozen=True)
 class Options:
@@ -52,7 +54,7 @@ class Options:
     against: Annotated[Path | None, tyro.conf.arg(metavar="JSON")] = None
     """For a program: compare with a file of --save, and exit with 1 if traffic, memory or time grew. --target defaults
     to the file's."""
-    tolerance: Annotated[str, tyro.conf.arg(metavar="PERCENT")] = "2%"
+    tolerance: Annotated[str, tyro.conf.arg(metavar="PERCENT")] = TOLERANCE
     """For --against: largest growth of a number."""
     markdown: bool = False
     """For a program: print a table for a pull request."""
@@ -130,6 +132,8 @@ def _tolerance(options: Options) -> float:
     found = re.fullmatch(r"(\d{1,4}(?:\.\d{1,6})?) ?%", options.tolerance)
     if found is None:
         raise UsageError(f"--tolerance is a percentage; given {brief(options.tolerance)}: write 2%")
+    if options.against is None and options.tolerance != TOLERANCE:
+        raise UsageError(f"--tolerance is for --against; given {options.tolerance} without it: add --against BASELINE")
     if options.markdown and options.json:
         raise UsageError("--markdown and --json both print on stdout; given both: remove one")
     if options.save is not None and options.against is not None and options.save.resolve() == options.against.resolve():

@@ -37,7 +37,7 @@ def batch_rows(batch: Batch) -> int:
         by_size = {size: path for path, size in reversed(sizes.items())}
         shown = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
         more = f"; {len(sizes)} arrays in all" if len(sizes) > len(shown) else ""
-        fix = " A list is a tree of its entries: np.asarray makes an array of it." if () in by_size else ""
+        fix = " Give a scalar to each row: np.full(rows, value); make an array of a list: np.asarray." * (() in by_size)
         if by_size and not fix:
             counts = sorted(size for (size,) in by_size)
             divides = counts[0] > 1 and not any(count % counts[0] for count in counts)

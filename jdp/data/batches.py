@@ -5,6 +5,7 @@ alone, so all processes stop together; rows of weight 0 fill the last batch. gra
 threads.
 """
 
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.public import public
+from jdp.base.toml import described
 from jdp.data.order import sample_index
 
 NumpyBatch = dict[str, NDArray[Any]]
@@ -167,7 +169,11 @@ def global_batches(
     >>> [batch["weights"].tolist() for batch in global_batches(samples, batch_size=4, seed=0, epochs=1)]
     [[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]]
     """
+    if not hasattr(source, "__len__"):
+        fix = "Give data.train or data.heldout; jdp.shard_batches takes any other loader"
+        raise UserError(f"A source of samples has len and [index]; given {described(source)}. {fix}.")
     _check_run(source, batch_size, epochs, threads)
+    start = operator.index(start)  # an int32 of NumPy or JAX would overflow
     if shuffle:
         sample_index(seed, len(source), 0)  # reports a wrong seed now, not in a reading thread
     end = sys.maxsize if epochs is None else batch_count(source, batch_size=batch_size, epochs=epochs)

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
 from jdp.base.public import public
+from jdp.base.toml import described
 from jdp.data.batches import Source, sample_at
 from jdp.data.held_out import fingerprint
 
@@ -176,6 +178,8 @@ def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture
     """
     if not parts:
         raise UserError("a mixture must have at least one data set; given none: pass data sets with weights")
+    if wrong := [weight for _, weight in parts if not isinstance(weight, Real)]:
+        raise UserError(f"a mixture has pairs (data set, weight); given {described(wrong[0])} as a weight: swap them")
     weights = tuple(float(weight) for _, weight in parts)
     if not all(0 < weight < float("inf") for weight in weights) or min(weights) / sum(weights) < 2**-31:
         given = ", ".join(map(str, weights))

@@ -152,8 +152,8 @@ def diagnose(
 def _visits(rank: int, events: Events, supervised: Events) -> list[Seen]:
     """Cut events at each "start", and add the supervisor's event; events before the first start are dropped."""
     starts = [i for i, event in enumerate(events) if event["event"] == "start"]
-    if not starts and events:
-        return [Seen(rank, events)]  # a long visit: the log has lost its beginning
+    if not starts:
+        return [Seen(rank, events)] if events else []  # a long visit: the log has lost its beginning
     nexts = [*(events[i]["time"] for i in starts[1:]), math.inf]
     visits = [events[i:j] for i, j in zip(starts, [*starts[1:], len(events)], strict=True)]
     return [Seen(rank, visit, _end(visit, until, supervised)) for visit, until in zip(visits, nexts, strict=True)]

@@ -16,14 +16,8 @@ import jdp
 MODULES = ("checkpoint", "data", "export", "guard", "models", "prove")
 FOR_A_PROCESS = ("jdp.initialize", "jdp.keep_memory", "jdp.keep_programs")
 """They change the process that they run in, for good: their examples run in one of their own."""
-SHOWN_ELSEWHERE = {
-    **dict.fromkeys(
-        ("jdp.export.Names", "jdp.export.Part", "jdp.export.Tensor"), "the type of what jdp.export.hf_names returns"
-    ),
-    "jdp.prove.Proof": "in the example of jdp.prove.prove",
-    "jdp.prove.Run": "in the example of jdp.prove.prove",
-}
-"""Name -> why it has no example of its own."""
+SHOWN_ELSEWHERE = {*(f"jdp.export.{name}" for name in ("Names", "Part", "Tensor")), "jdp.prove.Proof", "jdp.prove.Run"}
+"""The types of what jdp.export.hf_names and jdp.prove.prove return: in the examples of these."""
 
 
 def public():

@@ -23,15 +23,7 @@ SHOWN = re.findall(r"^\$ (jdp .*)\n((?:.*\n)*?)```", README, flags=re.M)
 
 
 def test_it_is_one_screen():
-    assert len(README.split()) <= 1000
-
-
-def after_snippet():
-    """The snippet's names after it ran as it is pasted."""
-    assert SNIPPET.count("\n") <= 30
-    names = {}
-    exec(SNIPPET.replace(VIRTUAL, "assert jax.device_count() == 8"), names)  # here they have started
-    return names
+    assert len(README.split()) <= 1000 and SNIPPET.count("\n") <= 30
 
 
 @pytest.mark.parametrize("word", ["ddp", "zero1", "zero2", "zero3"])
@@ -39,7 +31,8 @@ def test_snippet_and_changed_loop_learn(word):
     """The snippet as pasted, and the loop before and after the change, learn ten classes of one row each, from 2.3."""
     assert DIFF.count('"zero3"') == SNIPPET.count('"zero3"') == 1
     lines = DIFF.replace("zero3", word).splitlines()
-    names = after_snippet()
+    names = {}
+    exec(SNIPPET.replace(VIRTUAL, "assert jax.device_count() == 8"), names)  # here they have started
     before, after = (dict(names) for _ in range(2))
     exec("\n".join(line[1:] for line in lines if line[:1] != "+"), before)
     exec("\n".join(line[1:] for line in lines if line[:1] != "-"), after)
@@ -89,9 +82,8 @@ def test_its_picture_says_what_it_shows():
 @pytest.mark.aot
 def test_its_picture_is_made_again(tmp_path):
     """By its program, from the compiled steps; labels are text, apart from one another."""
-    subprocess.run(
-        [sys.executable, "experiments/pictures.py", str(tmp_path)], cwd=ROOT, check=True, capture_output=True
-    )
+    command = [sys.executable, "experiments/pictures.py", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     drawn = (tmp_path / "memory.svg").read_text(encoding="utf-8")
     assert drawn == (ROOT / ".github" / "pictures" / "memory.svg").read_text(encoding="utf-8")
     assert "mathdefault" not in drawn

@@ -21,16 +21,8 @@ OPTIONS = {
     "tied": (False, True),
     "shared": (False, True),
     "state": (
-        None,
-        "norm",
-        "masked_norm",
-        "table",
-        "half_table",
-        "plain_table",
-        "calls",
-        "layer_calls",
-        "seen",
-        "counted",
+        *(None, "norm", "masked_norm", "table", "half_table"),
+        *("plain_table", "calls", "layer_calls", "seen", "counted"),
     ),
     "inner": (None, "norm", "calls", "dropout", "one_rngs"),
     "noise": (

@@ -356,9 +356,8 @@ def weights(case, random, places):
     if case.weights == "ones":
         return np.ones(places, np.float32)
     if case.weights == "half":
-        return np.broadcast_to(
-            (np.arange(places[0]) >= places[0] // 2).reshape(-1, *[1] * (len(places) - 1)), places
-        ).astype(np.float32)
+        later = np.arange(places[0]) >= places[0] // 2
+        return np.broadcast_to(later.reshape(-1, *[1] * (len(places) - 1)), places).astype(np.float32)
     if case.weights == "counts":
         return random.integers(0, 3, places).astype(np.int32)
     drawn = random.random(places) + 0.1

@@ -98,11 +98,8 @@ class Parted:
 
     def _others(self, flat):
         kept = {path: leaf for path, leaf in flat.items() if not isinstance(leaf, nnx.Param | nnx.RngState)}
-        values = {
-            "/".join(map(str, path)): getattr(leaf, "get_value", lambda leaf=leaf: leaf)()
-            for path, leaf in kept.items()
-        }
-        return {name: jnp.asarray(value) for name, value in values.items()}
+        values = {path: leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in kept.items()}
+        return {"/".join(map(str, path)): jnp.asarray(value) for path, value in values.items()}
 
 
 def seeded(value, key, index):

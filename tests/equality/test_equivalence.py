@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainings import plan_of
 
 import jdp
 from jdp.models import GPTConfig, MLPConfig, build, next_token_loss
@@ -73,24 +74,16 @@ def batches(name):
 @functools.cache
 def initial(name):
     """The initial state on one device; it is the same on any mesh (`test_init`), so each plan lays out this one."""
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), "ddp")
-    tx = optax.adamw(3e-3, eps=1e-6)
-    return jdp.init_state(lambda rng: build(MODELS[name], rngs=nnx.Rngs(rng)), tx, plan, rng=jax.random.key(7))
+    init, tx = lambda rng: build(MODELS[name], rngs=nnx.Rngs(rng)), optax.adamw(3e-3, eps=1e-6)
+    return jdp.init_state(init, tx, plan_of("ddp", 1), rng=jax.random.key(7))
 
 
 def train(name, strategy, partitioning, accumulate, devices, precision="fp32"):
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=64)
+    plan = plan_of(strategy, devices, min_shard_size=64)
     state = jdp.place(initial(name), plan)
-    step = jdp.make_train_step(
-        mlp_loss if name == "mlp" else gpt_loss,
-        plan,
-        accumulate=accumulate,
-        partitioning=partitioning,
-        precision=precision,
-        clip_norm=1.0,
-        check_loss=False,
-        donate=False,  # the first step's state shares memory with `initial`
-    )
+    settings = {"accumulate": accumulate, "partitioning": partitioning, "precision": precision, "clip_norm": 1.0}
+    settings["donate"] = False  # the first step's state shares memory with `initial`
+    step = jdp.make_train_step(mlp_loss if name == "mlp" else gpt_loss, plan, **settings, check_loss=False)
     losses = []
     for batch in batches(name):
         state, metrics = step(state, batch)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trainings import plan_of as _plan_of
+from trainings import train
 
 import jdp
 
@@ -13,9 +15,7 @@ MESHES = {1: (1, 1), 4: (1, 4), 8: (2, 4)}
 
 def plan_of(devices, strategy="ddp"):
     replica, data = MESHES[devices]
-    return jdp.Plan(
-        jdp.make_mesh(replica=replica, data=data, devices=jax.devices()[:devices]), strategy, min_shard_size=0
-    )
+    return _plan_of(strategy, devices, min_shard_size=0, replica=replica, data=data)
 
 
 def init(rng):
@@ -33,18 +33,16 @@ def clip(params, batch, rng):
     return jdp.Loss(total=nll.sum(), weight=jnp.float32(len(own)))
 
 
-def batch_of(rows=16):
+def batch_of():
     random = np.random.default_rng(0)
-    return {"image": random.normal(size=(rows, 6)).astype("f"), "text": random.normal(size=(rows, 5)).astype("f")}
+    return {"image": random.normal(size=(16, 6)).astype("f"), "text": random.normal(size=(16, 5)).astype("f")}
 
 
 def losses(loss_fn, plan, **settings):
-    state = jdp.init_state(init, optax.sgd(0.05), plan, rng=jax.random.key(0))
-    step, found = jdp.make_train_step(loss_fn, plan, **settings), []
-    for _ in range(3):
-        state, metrics = step(state, batch_of())
-        found += [float(metrics["loss"]), float(metrics["grad_norm"])]
-    return step, found
+    step, _, measured = train(
+        loss_fn, init, optax.sgd(0.05), plan, [batch_of()] * 3, **{"check_loss": True, **settings}
+    )
+    return step, [float(metrics[name]) for metrics in measured for name in ("loss", "grad_norm")]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from paths import EXPERIMENTS
+from trainings import assert_close, plan_of
 
 import jdp
 
@@ -34,34 +35,22 @@ def story(name):
     return importlib.import_module(name)
 
 
-def plan_on(devices, strategy="ddp"):
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=0)
-
-
 @functools.cache
 def on_one_device(name):
-    return jax.device_get(story(name).train(plan_on(1)))
+    return jax.device_get(story(name).train(plan_of("ddp", 1)))
 
 
-def check_same(found, expected):
-    (measured, models), (its_measured, its_models) = jax.device_get(found), expected
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=2e-6), measured, its_measured)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=2e-6), models, its_models)
-
-
-def each_model(models):
-    """The models of a program: nnx states, or pytrees of arrays."""
-    return models if isinstance(models, tuple) else (models,)
+same = functools.partial(assert_close, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.default_ids("grain_loader-zero3", "private-ddp")
 def test_four_devices_learn_what_one_learns(name, strategy):
-    plan = plan_on(4, strategy)
-    found = story(name).train(plan)
-    check_same(found, on_one_device(name))
-    for model in each_model(found[1]):
+    plan = plan_of(strategy, 4, min_shard_size=0)
+    measured, models = story(name).train(plan)
+    same((measured, models), on_one_device(name))
+    for model in models if isinstance(models, tuple) else (models,):  # nnx states, or pytrees of arrays
         placed = jdp.place(model, plan)
         for leaf, expected in zip(jax.tree.leaves(model), jax.tree.leaves(placed), strict=True):
             assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
@@ -84,7 +73,7 @@ def test_a_program_runs_from_the_command_line(monkeypatch, capsys):
 def test_islands_take_the_published_outer_step():
     """DiLoCo by hand: one island after another on one device, then the outer step with Nesterov's momentum."""
     diloco = story("diloco")
-    measured, params = diloco.train(plan_on(4, "zero1"))
+    measured, params = diloco.train(plan_of("zero1", 4, min_shard_size=0))
     expected = jax.device_get(jax.jit(diloco.init)(jax.random.fold_in(jax.random.key(0), 0)))  # as of `jdp.init`
     states, held = [diloco.TX.init(expected)] * diloco.ISLANDS, jax.tree.map(np.zeros_like, expected)
 
@@ -108,34 +97,28 @@ def test_islands_take_the_published_outer_step():
         held = jax.tree.map(lambda m, d: 0.9 * m + d, held, delta)
         expected = jax.tree.map(lambda p, d, m: p - 0.7 * (d + 0.9 * m), expected, delta, held)
     # AdamW's first steps divide by the gradient's size: rounding of sums in another order grows tenfold
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), jax.device_get(params), expected)
+    assert_close(params, expected, atol=2e-5)
     assert not any(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(params))
-
-
-# Each process feeds its own rows.
-
-
-def batches_of(name, rows, folder):
-    program = story(name)
-    return list(program.loader(folder, rows) if name == "tfrecords" else program.loader(rows))
 
 
 @pytest.mark.parametrize("name", FED)
 def test_processes_together_feed_each_row_once(name, tmp_path):
     """Rows as `jdp.process_rows` gives them to two processes, and to two that hold a part of the same rows."""
+    program = story(name)
     if name == "tfrecords":
-        story(name).write_data(tmp_path)
-    whole = batches_of(name, list(range(32)), tmp_path)
+        program.write_data(tmp_path)
+
+    def batches_of(rows):
+        return list(program.loader(tmp_path, rows) if name == "tfrecords" else program.loader(rows))
+
+    whole = batches_of(list(range(32)))
     for rows in (list(range(16)), list(range(16, 32)), [*range(8), *range(16, 24)]):
-        parts = batches_of(name, rows, tmp_path)
+        parts = batches_of(rows)
         assert len(parts) == len(whole) > 1
         for part, batch in zip(parts, whole, strict=True):
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.asarray(y)[rows]), part, batch)  # noqa: B023
     first, second = (np.asarray(jax.tree.leaves(batch)[-1]) for batch in whole[:2])
     assert not np.array_equal(first, second)
-
-
-# Against plain JAX, and with other settings of the same gradient.
 
 
 @pytest.mark.rest
@@ -156,8 +139,7 @@ def test_a_gradient_penalty_is_that_of_plain_jax():
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         measured.append(jnp.stack([loss, slope]))
-    expected = jax.device_get((measured, params))
-    check_same(expected, on_one_device("gradient_penalty"))
+    same((measured, params), on_one_device("gradient_penalty"))
 
 
 @pytest.mark.rest
@@ -167,7 +149,7 @@ def test_the_private_gradient_follows_the_algorithm():
     x = random.normal(size=(program.ROWS, program.FEATURES)).astype("float32")
     x[::2] *= 0.03  # gradients that need no clipping
     batch = {"x": x, "y": x.sum(axis=1)}
-    plan = plan_on(4, "zero2")
+    plan = plan_of("zero2", 4, min_shard_size=0)
     params = jdp.init(program.init, plan, rng=jax.random.key(0))
     metrics, grads = jdp.value_and_grad(program.loss_fn, plan, check_loss=False)(params, batch, jax.random.key(0))
 
@@ -177,5 +159,5 @@ def test_the_private_gradient_follows_the_algorithm():
         norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(own)))
         clipped.append(jax.tree.map(lambda g: g / max(1, norm / program.CLIP), own))  # noqa: B023
     expected = jax.tree.map(lambda *each: np.mean(each, axis=0), *clipped)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), grads, expected)
+    assert_close(grads, expected, atol=1e-7)
     assert 0 < float(metrics["clipped"]) < 1

@@ -19,6 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from judged import judged
 from optax import contrib
+from trainings import abstract_step, assert_close
+from trainings import plan_of as _plan_of
 
 import jdp
 from jdp.base.tree_paths import path_of
@@ -99,20 +101,15 @@ def loss_all(params, batch, rng):
     return jdp.Loss(sum(regression(part, batch).sum() for part in params.values()), jnp.float32(batch["x"].shape[0]))
 
 
-def loss_one(params, batch, rng):
-    return jdp.Loss(regression(params, batch).sum(), jnp.float32(batch["x"].shape[0]))
-
-
-def batches(steps=3):
+def batches():
     random = np.random.default_rng(0)
-    for _ in range(steps):
+    for _ in range(3):
         x, y = random.uniform(0.5, 1, (ROWS, FEATURES)), random.uniform(-30, -20, (ROWS, OUT))
         yield {"x": x.astype(np.float32), "y": y.astype(np.float32)}
 
 
-def plan_of(run, **settings):
-    strategy, devices = RUNS[run]
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=64, **settings)
+def plan_of(run):
+    return _plan_of(*RUNS[run], min_shard_size=64)
 
 
 def laid(state):
@@ -124,46 +121,37 @@ def laid(state):
     return placed
 
 
-def train(plan, tx, init, loss_fn, steps=3, wrt=None, **settings):
+@functools.cache
+def run_all(group, run):
     """How the state lay before the first step and after each; the first parameters, the last state."""
-    state = jdp.init_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt)
-    step = jdp.make_train_step(loss_fn, plan, **settings, check_loss=False)
+    names, plan = GROUPS[group], plan_of(run)
+    init = lambda rng: {name: init_one(jax.random.fold_in(rng, i)) for i, name in enumerate(names)}  # noqa: E731
+    state = jdp.init_state(init, together(names), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss_all, plan, check_loss=False)
     first, lay = jax.device_get(state.params), [laid(state)]
-    for batch in batches(steps):
+    for batch in batches():
         state, _ = step(state, batch)
         lay.append(laid(state))
     return lay, first, state
-
-
-def assert_laid_as_planned(plan, lay, state, part=""):
-    places = [place for place in plan.placements(state) if part in place.path]
-    assert places
-    for place in places:
-        wanted = NamedSharding(plan.mesh, place.rest)
-        for sharding, size in (found[place.path] for found in lay):
-            assert sharding.is_equivalent_to(wanted, len(place.shape)), place.path
-            assert size == place.bytes_per_device, place.path
-    return places
-
-
-@functools.cache
-def run_all(group, run):
-    names, plan = GROUPS[group], plan_of(run)
-    init = lambda rng: {name: init_one(jax.random.fold_in(rng, i)) for i, name in enumerate(names)}  # noqa: E731
-    return plan, train(plan, together(names), init, loss_all)
 
 
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in GROUPS.items() for name in names])
 @pytest.mark.default_ids("quick-*")
 def test_every_optimizer_trains_as_on_one_device(group, name):
     """Under zero3: zero1 lays a state as zero3 does (below, for all of them)."""
-    plan, (lay, first, state) = run_all(group, "zero3")
-    for place in assert_laid_as_planned(plan, lay, state, f"/{name}/"):
+    lay, first, state = run_all(group, "zero3")
+    plan = plan_of("zero3")
+    places = [place for place in plan.placements(state) if f"/{name}/" in place.path]
+    assert places
+    for place in places:
+        wanted = NamedSharding(plan.mesh, place.rest)
+        for sharding, size in (found[place.path] for found in lay):
+            assert sharding.is_equivalent_to(wanted, len(place.shape)), place.path
+            assert size == place.bytes_per_device, place.path
         if place.shape in ((FEATURES, OUT), (OUT,)):  # sharded where the parameter is
             assert place.rest == (P("data") if place.shape == (FEATURES, OUT) else P()), place
-    _, (_, _, alone) = run_all(group, "one device")
-    last, wanted = (jax.device_get(s.params[name]) for s in (state, alone))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), last, wanted)
+    last, wanted = (jax.device_get(run_all(group, run)[2].params[name]) for run in ("zero3", "one device"))
+    assert_close(last, wanted)
     assert all(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (first[name], last)), strict=True))
 
 
@@ -198,8 +186,7 @@ def test_elementwise_optimizers_send_their_row(names):
     """Of norms and factors XLA sends a few numbers."""
     plan = jdp.Plan(jdp.make_mesh(), "zero1", min_shard_size=32)
     init = lambda rng: {name: {key: jnp.ones(shape) for key, shape in SHAPES.items()} for name in names}  # noqa: E731
-    state = jdp.abstract_state(init, together(names), plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(perceptrons, plan, partitioning="manual", check_loss=False)
+    step, state = abstract_step(perceptrons, init, together(names), plan, partitioning="manual")
     report = judged(step, state, {"x": jax.ShapeDtypeStruct((ROWS, 64), "float32")})
     assert report.kept, report
 
@@ -207,12 +194,13 @@ def test_elementwise_optimizers_send_their_row(names):
 # What belongs to which parameter.
 
 
-def shapes_of(init, tx, plan, wrt=None):
-    return jdp.abstract_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt)
+def shapes_of(init, tx, plan):
+    return jdp.abstract_state(init, tx, plan, rng=jax.random.key(0))
 
 
-def placed(plan, state):
-    return {p.path.removeprefix("opt_state/"): p for p in plan.placements(state) if p.path.startswith("opt_state/")}
+def placed(plan, tx):
+    places = plan.placements(shapes_of(stacked, tx, plan))
+    return {p.path.removeprefix("opt_state/"): p for p in places if p.path.startswith("opt_state/")}
 
 
 class Blocks:
@@ -264,47 +252,34 @@ DERIVED = {
 @pytest.mark.parametrize("name", DERIVED)
 def test_derived_leaves_are_placed_with_a_reason(name):
     make, wanted = DERIVED[name]
-    plan = plan_of("zero1")
-    places = placed(plan, shapes_of(stacked, make(), plan))
+    places = placed(plan_of("zero1"), make())
     for path, (shape, rest, reason) in wanted.items():
         assert (places[path].shape, places[path].rest) == (shape, rest), path
         assert places[path].reason.startswith(reason), path
-    ddp = plan_of("ddp")
-    assert {place.rest for place in placed(ddp, shapes_of(stacked, make(), ddp)).values()} == {P()}
+    assert {place.rest for place in placed(plan_of("ddp"), make()).values()} == {P()}
 
 
-# What a step cannot carry.
+def of_state(state, update=lambda state: state):
+    """An optimizer with this state, and what an update makes of it."""
+    return optax.GradientTransformation(lambda params: state, lambda grads, state, params=None: (grads, update(state)))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_needs_more_is_refused(name):
-    with pytest.raises(ValueError, match=rf"A step gives an optimizer .* raised ValueError: .*{REFUSED[name]}"):
-        shapes_of(init_one, optimizer(name), plan_of("zero3"))
+NARROWED = of_state({"m": jnp.zeros(3)}, lambda state: {"m": state["m"].astype(jnp.bfloat16)})
+CHANGES = r"keeps its structure, shapes and dtypes .* opt_state/m is float32\[3\] before an update and "
+NOT_CARRIED = {
+    **{
+        name: (optimizer(name), f"A step gives an optimizer .* raised ValueError: .*{REFUSED[name]}")
+        for name in REFUSED
+    },
+    "a line search": (optax.lbfgs(1e-3), r"also needs grad, value_fn\. Leave out its cause, .*linesearch=None"),
+    "text": (of_state({"mode": "fast"}), r"state holds arrays only; opt_state/mode is 'fast'\. Keep settings"),
+    "a dtype that changes": (NARROWED, CHANGES + r"bfloat16\[3\] after"),
+    "a leaf that goes": (of_state({"m": jnp.zeros(3)}, lambda state: {}), CHANGES + "nothing after"),
+}
 
 
-def test_an_optimizer_that_needs_the_loss_is_refused():
-    with pytest.raises(
-        ValueError, match=r"this optimizer's update also needs grad, value_fn\. Leave out its cause, .*linesearch=None"
-    ):
-        shapes_of(init_one, optax.lbfgs(1e-3), plan_of("zero1"))
-
-
-def transformation(init, update=lambda g, s, p=None: (g, s)):
-    return optax.GradientTransformation(init, update)
-
-
-def test_a_leaf_that_is_no_array_is_named():
-    with pytest.raises(ValueError, match=r"state holds arrays only; opt_state/mode is 'fast'\. Keep settings"):
-        shapes_of(init_one, transformation(lambda params: {"mode": "fast"}), plan_of("zero1"))
-
-
-@pytest.mark.parametrize(
-    ("update", "words"),
-    [
-        (lambda g, s, p=None: (g, {"m": s["m"].astype(jnp.bfloat16)}), r"float32\[3\] before .* bfloat16\[3\] after"),
-        (lambda g, s, p=None: (g, {}), r"float32\[3\] before an update and nothing after"),
-    ],
-)
-def test_a_state_that_changes_between_steps_is_named(update, words):
-    with pytest.raises(ValueError, match=rf"keeps its structure, shapes and dtypes .* opt_state/m is {words}"):
-        shapes_of(init_one, transformation(lambda params: {"m": jnp.zeros(3)}, update), plan_of("zero1"))
+@pytest.mark.parametrize("name", NOT_CARRIED)
+def test_optimizers_beyond_a_step_are_refused(name):
+    tx, words = NOT_CARRIED[name]
+    with pytest.raises(ValueError, match=words):
+        shapes_of(init_one, tx, plan_of("zero3"))

@@ -14,6 +14,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainings import assert_close, plan_of
+from trainings import train as train_on
 
 import jdp
 
@@ -90,19 +92,13 @@ def train(name, strategy, partitioning, devices=8, accumulate=2):
         nll = optax.softmax_cross_entropy_with_integer_labels(apply(params, batch["x"], rng), batch["y"])
         return jdp.Loss((nll * batch["weight"]).sum(), batch["weight"].sum())
 
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=64)
-    state = jdp.init_state(init, TX, plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning, accumulate=accumulate, check_loss=False)
-    losses = []
-    for batch in batches():
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    evaluation = jdp.make_eval_step(loss_fn, plan, check_loss=False)(state, next(batches()))
-    return jax.device_get(state.params), [*losses, float(evaluation["loss"])], state
+    plan, settings = plan_of(strategy, devices, min_shard_size=64), {"partitioning": partitioning}
+    _, state, measured = train_on(loss_fn, init, TX, plan, batches(), accumulate=accumulate, **settings)
+    measured.append(jdp.make_eval_step(loss_fn, plan, check_loss=False)(state, next(batches())))
+    return jax.device_get(state.params), [float(metrics["loss"]) for metrics in measured], state
 
 
-def assert_same(got, wanted):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
+assert_same = functools.partial(assert_close, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
@@ -142,19 +138,15 @@ def bridged_loss(model, batch, rng):
 
 def test_a_bridged_linen_module_keeps_statistics():
     ends = []
-    for strategy, devices in (("zero1", 8), ("ddp", 1)):
-        plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=64)
-        state = jdp.init_state(bridged, TX, plan, rng=jax.random.key(0))
-        step = jdp.make_train_step(bridged_loss, plan, check_loss=False)
-        for batch in batches():
-            state, metrics = step(state, batch)
-        ends.append(jax.device_get((state.params, state.model_state, metrics["loss"])))
+    for plan in (plan_of("zero1", min_shard_size=64), plan_of("ddp", 1)):
+        _, state, measured = train_on(bridged_loss, bridged, TX, plan, batches())
+        ends.append(jax.device_get((state.params, state.model_state, measured[-1]["loss"])))
     assert_same(*ends)
     assert jax.tree.map(jnp.shape, ends[0][1]) == {"BatchNorm_0": {"mean": (32,), "var": (32,)}}
 
 
 def test_linen_batch_norm_needs_a_bound_axis():
-    normed, plan = LinenNormed(axis_name="batch"), jdp.Plan(jdp.make_mesh(), "zero1", min_shard_size=64)
+    normed = LinenNormed(axis_name="batch")
 
     def init(rng):
         return normed.init(rng, jnp.zeros((1, FEATURES)), train=False)["params"]
@@ -163,6 +155,5 @@ def test_linen_batch_norm_needs_a_bound_axis():
         logits, _ = normed.apply({"params": params}, batch["x"], train=True, mutable=["batch_stats"])
         return jdp.Loss(jnp.square(logits).sum(), jnp.float32(ROWS))
 
-    step = jdp.make_train_step(loss, plan, check_loss=False)
     with pytest.raises(ValueError, match=r"only the batch's mesh axes, data, .*given 'batch'.*\. Leave it out"):
-        step(jdp.init_state(init, TX, plan, rng=jax.random.key(0)), next(batches()))
+        train_on(loss, init, TX, plan_of("zero1", min_shard_size=64), batches())

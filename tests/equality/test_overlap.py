@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from described_gpus import WITHOUT_TRITON
 from flax import nnx
 from plain_layers import init_layers, layers_loss, tokens_of
+from trainings import abstract_step, assert_close, plan_of, train
 
 import jdp
 from jdp.core import layers
@@ -23,6 +25,7 @@ from jdp.foresight.verify import report
 from jdp.models import next_token_loss
 
 DROPOUT = 0.1
+SGD = optax.sgd(0.1)
 
 
 class Counting(nnx.Module):
@@ -84,12 +87,9 @@ CASES = {
 def run(model, loss, strategy, replica=1, devices=4, **settings):
     init, _, batch = MODELS[model]
     axes = {"replica": replica} if replica > 1 else {}
-    mesh = jdp.make_mesh(**axes, data=devices // replica, devices=jax.devices()[:devices])
-    plan = jdp.Plan(mesh, strategy, min_shard_size=64)
-    state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(loss, plan, partitioning="manual", check_loss=False, **settings)
+    plan = plan_of(strategy, devices, min_shard_size=64, **axes, data=-1)
+    step, state, [metrics] = train(loss, init, SGD, plan, [batch], partitioning="manual", **settings)
     traced = step.jitted.trace(state, batch).jaxpr.jaxpr
-    state, metrics = step(state, batch)
     return jax.device_get((state.params, state.model_state, metrics)), traced
 
 
@@ -111,29 +111,26 @@ def test_results_are_those_of_one_device(case, unrolls, monkeypatch):
     model, loss, strategy, settings = CASES[case]
     ahead, traced = run(model, loss, strategy, **settings)
     assert any(eqn.primitive.name == "scan" for eqn in every_eqn(traced)), "its layers are one by one"
-    expected = on_one_device(model, settings.get("clip_norm"))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), ahead, expected)
+    assert_close(ahead, on_one_device(model, settings.get("clip_norm")), rtol=2e-5, atol=2e-6)
 
 
-def long_rows(count):
-    """So many that a layer computes for longer than its collectives take to start."""
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    return {name: jax.ShapeDtypeStruct((count, 1024), dtype) for name, dtype in dtypes.items()}
+def compiled(strategy, rows, axes, **settings):
+    """A program of six layers for eight H100s, and its report; a layer computes for longer than it takes to send."""
+    plan = jdp.Plan(jdp.make_mesh(devices=target("h100:1x8").devices, **axes), strategy, min_shard_size=64)
+    init, loss = partial(init_layers, layers=6, width=512, hidden=1024), partial(layers_loss, remat="full")
+    step, state = abstract_step(loss, init, SGD, plan, precision="bf16", **settings)
+    batch = {name: jax.ShapeDtypeStruct((rows, 1024), x.dtype) for name, x in tokens_of(1).items()}
+    program = compile_step(step.lower(state, batch))
+    made = report(step, state, program, "h100:1x8")
+    assert made.kept and made.ratio <= 1.001
+    return program, made
 
 
 @pytest.mark.rest
 @pytest.mark.aot
 @pytest.mark.parametrize(("strategy", "axes"), [("ddp", {"data": 8}), ("zero2", {"replica": 2, "data": 4})])
 def test_microbatches_reduce_layers_one_by_one(strategy, axes):
-    plan = jdp.Plan(jdp.make_mesh(devices=target("h100:1x8").devices, **axes), strategy, min_shard_size=64)
-    init = partial(init_layers, layers=6, width=512, hidden=1024)
-    state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    quick = {"xla_gpu_enable_triton_gemm": False}  # what is sent does not depend on it
-    loss = partial(layers_loss, remat="full")
-    step = jdp.make_train_step(loss, plan, precision="bf16", accumulate=3, compiler=quick, check_loss=False)
-    compiled = compile_step(step.lower(state, long_rows(3 * 64)))
-    made = report(step, state, compiled, "h100:1x8")
-    assert made.kept and made.ratio <= 1.001
+    _, made = compiled(strategy, 3 * 64, axes, accumulate=3, compiler=WITHOUT_TRITON)
     looped = {"reduce-scatter"} if strategy == "zero2" else set()
     sent = [each for each in made.collectives if each.collective.payload_bytes > 1000]
     assert {each.collective.kind for each in sent if each.in_accumulation_loop} == looped
@@ -149,15 +146,8 @@ def test_microbatches_reduce_layers_one_by_one(strategy, axes):
 @pytest.mark.default_ids("True-2")
 def test_products_overlap_gathers_and_reductions(unrolled, replica, monkeypatch):
     monkeypatch.setattr(layers._Body, "unrolls", unrolled)
-    devices = target("h100:1x8").devices
-    plan = jdp.Plan(jdp.make_mesh(devices=devices, replica=replica, data=-1), "zero3")
-    init, loss = partial(init_layers, layers=6, width=512, hidden=1024), partial(layers_loss, remat="full")
-    state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(loss, plan, precision="bf16", compiler="overlap", check_loss=False)
-    compiled = compile_step(step.lower(state, long_rows(64)))
-    made = report(step, state, compiled, "h100:1x8")
-    assert made.kept and made.ratio <= 1.001
-    bodies = [text for text in compiled.text.split("\n\n") if re.search(r"(gather|scatter)-start\(", text)]
+    program, _ = compiled("zero3", 64, {"replica": replica, "data": -1}, compiler="overlap")
+    bodies = [text for text in program.text.split("\n\n") if re.search(r"(gather|scatter)-start\(", text)]
     if unrolled:
         [entry] = bodies
         hidden = multiplied_meanwhile(entry.splitlines())
@@ -192,7 +182,7 @@ def test_short_layers_share_their_collectives(devices, axes, tokens, by_layer):
 @pytest.mark.rest
 def test_under_vmap_gradients_are_summed_before_sending():
     after, traced = run("by row", by_row_loss, "zero3")
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), after, on_one_device("by row", None))
+    assert_close(after, on_one_device("by row", None), rtol=2e-5, atol=2e-6)
     sent = [eqn.invars[0].aval.size for eqn in every_eqn(traced) if eqn.primitive.name == "reduce_scatter"]
     assert sent and max(sent) <= 3 * 16 * 64  # all layers of a matrix
 
@@ -220,25 +210,14 @@ def list_loss(params, batch, rng):
     return jdp.Loss(*next_token_loss((x * params["scale"]) @ params["embed"].T, batch["targets"], batch["weights"]))
 
 
-def step_of(loss, strategy, devices, init=init_list, **settings):
-    plan = jdp.Plan(jdp.make_mesh(data=len(devices), devices=devices), strategy, min_shard_size=64)
-    state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    return jdp.make_train_step(loss, plan, check_loss=False, **settings), plan, state
-
-
-def trained(strategy, devices, **settings):
-    step, plan, _ = step_of(list_loss, strategy, devices, **settings)
-    state = jdp.init_state(init_list, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    state, metrics = step(state, tokens_of(16))
-    return jax.device_get((state.params, metrics))
-
-
 @pytest.mark.parametrize(("partitioning", "accumulate"), [("auto", 1), ("manual", 4)])
 @pytest.mark.default_ids("manual-4")
 def test_a_list_of_layers_equals_one_device(partitioning, accumulate):
-    one = trained("ddp", jax.devices()[:1])
-    several = trained("zero3", jax.devices()[:4], partitioning=partitioning, accumulate=accumulate)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), several, one)
+    ends, several = [], {"partitioning": partitioning, "accumulate": accumulate}
+    for plan, settings in ((plan_of("zero3", 4, min_shard_size=64), several), (plan_of("ddp", 1), {})):
+        _, state, measured = train(list_loss, init_list, SGD, plan, [tokens_of(16)], **settings)
+        ends.append((state.params, measured))
+    assert_close(*ends)
 
 
 @pytest.mark.rest
@@ -249,7 +228,8 @@ def test_a_list_of_layers_holds_less_than_zero2():
     batch = {name: jax.ShapeDtypeStruct((64, 256), x.dtype) for name, x in tokens_of(1).items()}
     held = {}
     for strategy in ("zero2", "zero3"):
-        step, _, state = step_of(list_loss, strategy, target("h100:1x8").devices, wide, **settings)
+        plan = jdp.Plan(jdp.make_mesh(devices=target("h100:1x8").devices), strategy, min_shard_size=64)
+        step, state = abstract_step(list_loss, wide, SGD, plan, **settings)
         held[strategy] = compile_step(step.lower(state, batch)).temp_bytes
     assert held["zero3"] < 0.85 * held["zero2"], held
 
@@ -259,9 +239,7 @@ def test_what_a_loss_prints_is_printed_once(capfd):
         jax.debug.print("once {}", params["scale"].sum())
         return list_loss(params, batch, rng)
 
-    devices = jax.devices()[:2]
-    step, plan, _ = step_of(prints, "zero3", devices, partitioning="manual")
-    state = jdp.init_state(init_list, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    step(state, tokens_of(16))
+    plan = plan_of("zero3", 2, min_shard_size=64)
+    train(prints, init_list, SGD, plan, [tokens_of(16)], partitioning="manual")
     jax.effects_barrier()
-    assert capfd.readouterr().out.count("once") == len(devices)
+    assert capfd.readouterr().out.count("once") == 2

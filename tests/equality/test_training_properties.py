@@ -149,7 +149,7 @@ def plan_of(case, strategy, mesh):
     return jdp.Plan(jdp.make_mesh(devices=devices, **sizes), strategy, rules=rules, min_shard_size=8)
 
 
-def trained(case, setting, folder, precision="fp32", evaluates=True, *, given=False):
+def trained(case, setting, folder, *, evaluates, given=False):
     """Train the case by jdp, and evaluate. `folder`: where a checkpoint may go.
 
     `given`: with the reference's parameters, in place of those that jdp makes."""
@@ -157,7 +157,7 @@ def trained(case, setting, folder, precision="fp32", evaluates=True, *, given=Fa
     start = (lambda _: values) if given else functools.partial(drawn_models.init, case)
     wrt = "[!e]*" if case.frozen else None
     loss_fn, key = loss_of(case), jax.random.key(case.seed)
-    settings = {"accumulate": setting.accumulate, "partitioning": setting.partitioning, "precision": precision}
+    settings = {"accumulate": setting.accumulate, "partitioning": setting.partitioning}
 
     def made(plan):
         step = jdp.make_train_step(loss_fn, plan, clip_norm=case.clip_norm, **settings)

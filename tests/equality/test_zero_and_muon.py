@@ -5,6 +5,7 @@ another order; Newton-Schulz steps make 1e-6 of that at most.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import optax
 import pytest
 from flax import nnx
 from judged import judged
+from trainings import assert_close
+from trainings import plan_of as _plan_of
 
 import jdp
 from jdp.base import notices
@@ -40,13 +43,13 @@ def loss_of(shapes):
     return loss
 
 
-def batches(steps=STEPS):
+def batches():
     random = np.random.default_rng(3)
-    return [{"w": random.uniform(0.5, 1.5, ROWS).astype(np.float32)} for _ in range(steps)]
+    return [{"w": random.uniform(0.5, 1.5, ROWS).astype(np.float32)} for _ in range(STEPS)]
 
 
-def by_hand(shapes, tx, steps=STEPS):
-    """Parameters and optimizer state after some steps on one device."""
+def by_hand(shapes, tx):
+    """Parameters and optimizer state after the steps on one device."""
     params, loss = arrays(shapes, 1), loss_of(shapes)
 
     @jax.jit
@@ -57,51 +60,33 @@ def by_hand(shapes, tx, steps=STEPS):
         return optax.apply_updates(params, updates), opt_state
 
     opt_state = tx.init(params)
-    for batch in batches(steps):
+    for batch in batches():
         params, opt_state = step(params, opt_state, batch)
     return jax.device_get((params, opt_state))
 
 
-def plan_of(strategy="zero1", devices=8, mesh=None, **settings):
-    mesh = mesh if isinstance(mesh, jax.sharding.Mesh) else jdp.make_mesh(devices=jax.devices()[:devices], **mesh or {})
-    return jdp.Plan(mesh, strategy, **{"min_shard_size": 24, **settings})
+plan_of = functools.partial(_plan_of, min_shard_size=24)
 
 
-def start(plan, shapes, tx, accumulate=1, wrt=None, **settings):
-    state = jdp.init_state(
-        lambda rng: jax.tree.map(jnp.asarray, arrays(shapes, 1)), tx, plan, rng=jax.random.key(0), wrt=wrt
-    )
-    return state, jdp.make_train_step(loss_of(shapes), plan, accumulate=accumulate, **settings, check_loss=False)
+def start(plan, shapes, tx, accumulate=1):
+    init = lambda rng: jax.tree.map(jnp.asarray, arrays(shapes, 1))  # noqa: E731
+    state = jdp.init_state(init, tx, plan, rng=jax.random.key(0))
+    return state, jdp.make_train_step(loss_of(shapes), plan, accumulate=accumulate, check_loss=False)
 
 
-def run(state, step, given):
-    for batch in given:
+def run(state, step):
+    for batch in batches():
         state, _ = step(state, batch)
-    return state
-
-
-def assert_same(got, wanted, bound=BOUND):
-    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(
-            *(np.asarray(x, np.float64) for x in (one, other)), 0, bound, err_msg=jax.tree_util.keystr(path)
-        )
-
-
-def values(state):
     return jax.device_get((state.params, state.opt_state))
 
 
-def assert_kept(state, step):
-    report = judged(step, state, batches(1)[0])
-    assert report.kept, report
-    assert report.ratio <= 1.02
+def assert_same(got, wanted, bound=BOUND):
+    assert_close(*(jax.tree.map(lambda x: np.asarray(x, np.float64), tree) for tree in (got, wanted)), 0, bound)
 
 
-def assert_trains_as_one_device(shapes, tx, plan, reference=None, state_bound=BOUND):
+def assert_trains_as_one_device(shapes, tx, plan, reference):
     state, step = start(plan, shapes, tx)
-    after, alone = values(run(state, step, batches())), by_hand(shapes, reference or tx)
-    assert_same(after[0], alone[0])
-    assert_same(after[1], alone[1], state_bound)
+    assert_same(run(state, step), by_hand(shapes, reference))
 
 
 Numbers = optax.contrib.MuonDimensionNumbers
@@ -160,24 +145,23 @@ def test_on_one_device_it_is_optaxs(settings):
 def test_equals_one_device(strategy, devices, accumulate):
     plan = plan_of(strategy, devices)
     state, step = start(plan, SHAPES, muon(), accumulate)
-    assert_kept(state, step)
-    state = run(state, step, batches())
-    assert_same(values(state), wanted())
+    report = judged(step, state, batches()[0])
+    assert report.kept and report.ratio <= 1.02, report
+    assert_same(run(state, step), wanted())
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    "settings",
+    "plan",
     [
-        {"strategy": "zero1", "mesh": {"replica": 4, "data": 2}},
-        {"strategy": "zero3", "offload": "optimizer"},
-        {"strategy": "zero3", "mesh": {"data": 4, "model": 2}},
+        plan_of("zero1", replica=4, data=2),
+        replace(plan_of("zero3"), offload="optimizer"),
+        plan_of("zero3", data=4, model=2),
     ],
     ids=["replica", "offload", "model"],
 )
-def test_on_other_meshes(settings):
-    reference = optax.contrib.muon(1e-2, **SETTINGS)
-    assert_trains_as_one_device(SHAPES, muon(), plan_of(**settings), reference)
+def test_on_other_meshes(plan):
+    assert_trains_as_one_device(SHAPES, muon(), plan, optax.contrib.muon(1e-2, **SETTINGS))
 
 
 @pytest.mark.parametrize("shapes", [{"a": {"w": (64, 32), "b": (240,)}, "c": (8, 8, 8)}, (33, 31)])
@@ -193,7 +177,7 @@ def test_each_device_computes_its_share():
     def flops(strategy, devices):
         plan = plan_of(strategy, devices)
         state, step = start(plan, shapes, tx)
-        return step.compile(state, jax.device_put(batches(1)[0], plan.batch_sharding)).cost_analysis()["flops"]
+        return step.compile(state, jax.device_put(batches()[0], plan.batch_sharding)).cost_analysis()["flops"]
 
     one = flops("ddp", 1)
     assert one > 12 * 5 * 3 * 2 * 64**3  # Newton-Schulz
@@ -216,22 +200,11 @@ def test_in_a_loop_of_ones_own():
     assert_same(got, optax.contrib.muon(1e-2).update(alone, tx.init(alone), alone)[0], 1e-6)
 
 
-def test_bad_dimension_numbers_are_refused():
-    with pytest.raises(ValueError, match="different dimensions as rows and columns"):
-        start(plan_of(), {"w": (8, 8)}, jdp.muon(1e-2, muon_weight_dimension_numbers={"w": Numbers(0, 0)}))
-
-
-# Optimizers of matrices that are not jdp's: the same as on one device, and reported.
+# Optimizers of matrices that are not jdp's; that they train as on one device is in test_optimizers.
 
 
 def naive_muon(*names):
-    numbers = dict.fromkeys(names or ("u", "one", "two", "odd"), LAST)
-    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers)
-
-
-def test_matrix_optimizers_train_as_on_one_device():
-    shapes = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}
-    assert_trains_as_one_device(shapes, naive_muon(), plan_of("zero3"), state_bound=5e-5)  # squares up to 20
+    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dict.fromkeys(names, LAST))
 
 
 def test_the_cost_of_products_is_reported_once(caplog, monkeypatch):
@@ -257,6 +230,6 @@ def test_the_cost_of_products_is_reported_once(caplog, monkeypatch):
 def test_verify_counts_what_products_send():
     plan = plan_of("zero1")
     state, step = start(plan, {"u": (6, 16, 24), "one": (32, 24)}, naive_muon("u", "one"))
-    report = judged(step, state, batches(1)[0])
+    report = judged(step, state, batches()[0])
     assert not report.kept
     assert any("the optimizer's update computes with complete arrays" in breach for breach in report.breaches)

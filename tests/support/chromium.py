@@ -4,7 +4,6 @@ Messages are JSON, each ended by a zero byte; the browser reads them from its fi
 (`--remote-debugging-pipe`). A page's console, exceptions and requests come as events between the answers.
 """
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -87,11 +86,6 @@ class Chromium:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
-
-    def picture(self, file, *, whole=True):
-        """Write a PNG of the page."""
-        drawn = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        Path(file).write_bytes(base64.b64decode(drawn["data"]))
 
     def call(self, method, **params):
         """Send a command, and return its answer; events that come before it are noted."""

@@ -1,9 +1,10 @@
-"""Tables in files, and all documents of a source, as `text_data` reads them."""
+"""Tables and tokenizers in files, and all documents of a source, as `text_data` reads them."""
 
 from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
+import tokenizers
 
 from jdp.data.text.documents import find_text, text_documents
 
@@ -19,6 +20,15 @@ def arrow(file, table, new=pyarrow.ipc.new_stream):
 
 def arrow_file(file, table):
     arrow(file, table, pyarrow.ipc.new_file)
+
+
+def word_tokenizer(file, *words):
+    """Write a tokenizer of these words, the first of which stands for all others; return its path."""
+    numbers = {word: number for number, word in enumerate(words)}
+    level = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token=words[0]))
+    level.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    level.save(str(file))
+    return str(file)
 
 
 def read_corpus(source, *, field="text"):

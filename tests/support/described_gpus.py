@@ -9,6 +9,7 @@ from flax import nnx
 import jdp
 from jdp.base.chips import GPUS
 from jdp.experiment.losses import text_loss
+from jdp.foresight.program.module import parse
 from jdp.foresight.targets.descriptions import device_fields, written
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import target
@@ -35,6 +36,13 @@ def compiled_step(name, config, plan, *columns, partitioning=None):
     candidate = abstract_on(step, state, batch, devices)
     compiled = candidate.compile(devices)
     return compiled, report(candidate.step, candidate.state, compiled, name)
+
+
+def program_of(function, *shapes, dtype="bfloat16"):
+    """The program of `function` on arrays of these shapes, compiled for one H100."""
+    device = jax.sharding.SingleDeviceSharding(target("h100:1x1").devices[0])
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=device) for shape in shapes]
+    return parse(jax.jit(function).lower(*arguments).compile().as_text())
 
 
 def with_gradients(form):

@@ -1,13 +1,10 @@
 """`jdp` with faults: `python faulty.py FAULTS COMMAND …`, FAULTS being JSON such as {"1:0:7": "kill"}.
 
 That is: after restart 1, process 0 kills itself once step 7 is dispatched. It writes down when, in FAULTS["folder"].
-With FAULTS["memory"] each process has that folder's `0`, `1`, … for its host's memory; a process that FAULTS["lost"]
-names, such as "1:0", finds it empty.
 """
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -37,11 +34,5 @@ def step(display, done):
 
 
 if __name__ == "__main__":
-    if "memory" in FAULTS:
-        own = Path(FAULTS["memory"]) / os.environ["JDP_PROCESS_ID"]
-        if FAULTS.get("lost") == WHO:
-            shutil.rmtree(own)
-        own.mkdir(parents=True, exist_ok=True)
-        os.environ["JDP_MEMORY_DIR"] = str(own)
     Display.step = step
     sys.exit(main(sys.argv[2:]))

@@ -34,7 +34,6 @@ def write_llama(folder, special, texts):
     """Write a small Llama with random weights, and a tokenizer of 300 tokens with these special ones."""
     import jax  # late: every test run reads this file
     import optax
-    import tokenizers
     from flax import nnx
 
     import jdp
@@ -44,6 +43,13 @@ def write_llama(folder, special, texts):
     plan = jdp.Plan(jdp.make_mesh(), "ddp")
     state = jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
     jdp.export.export_hf(folder, state, config)
+    trained_tokenizer(special, texts).save(str(folder / "tokenizer.json"))
+
+
+def trained_tokenizer(special, texts):
+    """Return a byte-level BPE of 300 tokens, the last of which are these special ones."""
+    import tokenizers
+
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -52,7 +58,7 @@ def write_llama(folder, special, texts):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(texts, trainer)
     bpe.add_special_tokens(special)
-    bpe.save(str(folder / "tokenizer.json"))
+    return bpe
 
 
 @pytest.fixture

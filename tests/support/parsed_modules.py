@@ -7,21 +7,8 @@ from paths import ROOT
 
 PACKAGE = ROOT / "jdp"
 
-ORDER = [
-    "base",
-    "core",
-    "models",
-    "data",
-    "launch",
-    "foresight",
-    "checkpoint",
-    "guard",
-    "report",
-    "prove",
-    "experiment",
-    "run",
-    "cli",
-]
+ORDER = ["base", "core", "models", "data", "launch", "foresight", "checkpoint", "guard", "report"]
+ORDER += ["prove", "experiment", "run", "cli"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Fixtures of tests in several files: caches of the test's own or none, no network, the notices, and scikit-learn."""
 
+import sys
+
 import pytest
 
 
@@ -39,6 +41,30 @@ def notices(caplog):
     return caplog
 
 
+@pytest.fixture(scope="session")
+def mesh():
+    """All eight devices, on the axis `data`."""
+    import jdp
+
+    return jdp.make_mesh(data=8)
+
+
+@pytest.fixture
+def together(tmp_path, capfd):
+    """Run a program as two processes with two devices each; return the exit code, stdout and stderr."""
+    from own_process import environment
+
+    from jdp.launch import launch
+
+    def run(text):
+        (program := tmp_path / "program.py").write_text(text)
+        proxied = environment(http_proxy="http://127.0.0.1:9")  # which the processes must not ask for each other
+        code = launch([sys.executable, str(program)], 2, devices_per_process=2, environment=proxied)
+        return code, *capfd.readouterr()
+
+    return run
+
+
 @pytest.fixture
 def scikit_learn():
     """Import it for the tests that run: collecting them alone would take a second."""
@@ -64,8 +90,13 @@ def sampled(tmp_path_factory):
 
 
 @pytest.fixture
-def reported(monkeypatch, caplog):
-    """The notices of the test, as a function; notices are reported once a process, and earlier ones are forgotten."""
+def fresh_notices(monkeypatch):
+    """Notices are reported once a process: earlier ones are forgotten."""
     monkeypatch.setattr("jdp.base.notices._said", set())
+
+
+@pytest.fixture
+def reported(fresh_notices, caplog):
+    """The notices of the test, as a function."""
     caplog.set_level("INFO", "jdp")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "jdp"]

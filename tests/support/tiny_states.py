@@ -1,6 +1,7 @@
 """States of four weights on one device, and directories of their checkpoints."""
 
 import functools
+import math
 from dataclasses import replace
 
 import jax
@@ -13,8 +14,15 @@ import jdp
 TX = optax.adamw(0.1)
 
 
+def plan_of(strategy="zero3", **axes):
+    """A plan on as many devices as the axes name, by default all; small arrays are sharded."""
+    axes = axes or {"data": 8}
+    mesh = jdp.make_mesh(devices=jax.devices()[: math.prod(axes.values())], **axes)
+    return jdp.Plan(mesh, strategy, min_shard_size=16)
+
+
 def one_device():
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
+    return plan_of("ddp", data=1)
 
 
 @functools.cache

@@ -60,8 +60,11 @@ class Adapter:
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
         for _, norm in _batch_norms(module):
             synchronise(norm, sync_axes)
-        if rng is None or not keep_mode:
-            (module.eval if rng is None else module.train)()
+        if rng is None:
+            module.eval()
+        elif not keep_mode:
+            _report_modes(module)
+            module.train()
         for _, norm in _batch_norms(module) if running_norms else ():
             norm.use_running_average = True
         return module
@@ -235,6 +238,17 @@ def is_model_state(variable: Any) -> bool:
 
 def _batch_norms(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.BatchNorm]]:
     return [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.BatchNorm)]
+
+
+def _report_modes(module: nnx.Module) -> None:
+    """Report a module that `init` put into evaluation mode, such as a frozen backbone's batch norm."""
+    for path, node in nnx.iter_graph(module):
+        if True in (getattr(node, "deterministic", None), getattr(node, "use_running_average", None)):
+            notice(
+                f"a train step puts {'/'.join(map(str, path)) or 'the model'} into training mode, although it was made "
+                "in evaluation mode; to keep it there, call its .eval() in the loss"
+            )
+            return
 
 
 def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:

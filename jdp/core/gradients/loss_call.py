@@ -178,8 +178,7 @@ def trace_loss(
     batch_size, forms, adapter = batch_rows(batch), list[LossForm](), state.static.adapter
 
     def fewer(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
-        return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), dtype)
+        return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), traced_dtype(leaf))
 
     def call(params: PyTree, model_state: PyTree, batch: Batch, key: Any) -> Any:
         with recording() as gathered:
@@ -190,6 +189,10 @@ def trace_loss(
             pairs = zip(jax.tree.leaves(model_state), jax.tree.leaves(after), strict=True)
             set_state = {name: ([x], [y]) for name, (x, y) in zip(names_of(model_state), pairs, strict=True)}
         sums = as_sums(value, batch)
+        dtype = jnp.result_type(value.total if isinstance(value, Loss) else value)
+        if key is not None and not jnp.issubdtype(dtype, jnp.floating):
+            rule = "A loss that is trained is a floating-point number;"
+            raise UserError(f"{rule} given {dtype}, which has no gradient. Return a sum that depends on the weights.")
         shapes = {name: total.shape for name, (total, _) in sums.metrics.items()}
         aux = jax.tree.map(jnp.asarray, aux)
         forms.append(LossForm(not isinstance(value, Loss), bool(gathered), shapes, jax.tree.map(shape_of, aux)))
@@ -225,6 +228,11 @@ def _written(path: str, adapter: Any) -> str:
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return an array's shape and dtype, without its sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def traced_dtype(leaf: Any) -> Any:
+    """Return the dtype of an array in a traced function: NumPy's int64 becomes int32."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:

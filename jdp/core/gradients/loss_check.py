@@ -9,7 +9,8 @@ A step relies on this when it calls the loss on parts of the batch. Two properti
 
 Only values are compared, so rows are not found that change each other's gradients alone, by a `stop_gradient`. Batch
 norms of NNX use their running averages meanwhile. The weights and rows of the first call are tried, then again with
-noise: with a head of zeros no row would make a difference. A result that is not finite decides nothing.
+noise: with a head of zeros no row would make a difference. Last, all rows have the integers of one row, because a loss
+may compare rows of equal integers, such as a query's. A result that is not finite decides nothing.
 """
 
 from collections.abc import Callable
@@ -78,7 +79,7 @@ class Trial:
             nothing = self._compiled(without_rows, numbers, constant_key())
         except Exception:  # raised by the user's own code
             nothing = None
-        for moved in (False, True):
+        for moved in (0, 1, 2):
             calls, empty = mixtures(moved), nothing and nothing(moved)
             finding = empty and loss_findings.without_rows(empty)
             if finding is None and (empty is None or not np.isfinite(empty.total)):
@@ -97,12 +98,12 @@ class Trial:
             raise UntriedError(UNDECIDED)
         if not self.statistics:
             return None
-        states = self._compiled(_states, numbers, constant_key())(True)
+        states = self._compiled(_states, numbers, constant_key())(1)
         leaves = zip(names_of(self.state.model_state), jax.tree.leaves(self.state.model_state), *states, strict=True)
         return loss_findings.of_averages([leaf for leaf in leaves if leaf[0] in self.statistics], count)
 
-    def _compiled(self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array) -> Callable[[bool], Any]:
-        """Compile `function(forward, two sets of rows)`, for values moved or not; `forward(rows)` -> (sums, state)."""
+    def _compiled(self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array) -> Callable[[int], Any]:
+        """Compile `function(forward, two sets of rows)` for values of `moved_rows`; forward(rows) -> (sums, state)."""
         precision = Precision(self.spec.settings.precision.params, "fp32", "fp32")
         settings = replace(self.spec.settings, precision=precision, accumulate=1)
         spec, replicated = replace(self.spec, settings=settings, draws=None), self.spec.plan.replicated

@@ -31,11 +31,14 @@ def without_rows(empty: Sums) -> str | None:
 
 
 def of_rows_twice(calls: tuple[Sums, Sums], count: int) -> str | None:
-    """Describe sums that do not double with the rows."""
+    """Describe sums that do not double with the rows, and report metrics that do not."""
     for name in ("total", "weight"):
         once, twice = (float(getattr(sums, name)) for sums in calls)
         if np.isfinite([once, twice]).all() and abs(twice - 2 * once) > TOLERANCE * (abs(twice) + 2 * abs(once)):
             return f"Loss.{name} is {once:.6g} of {count} rows and {twice:.6g} of the same rows twice"
+    for name, pair in calls[0].metrics.items():
+        for once, twice in zip(pair, calls[1].metrics[name], strict=True):
+            _report_metric(name, np.abs(twice - 2 * once), np.abs(twice) + 2 * np.abs(once))
     return None
 
 
@@ -87,9 +90,14 @@ def report_metrics(calls: Sums, empty: Sums | None) -> None:
     """Report once each metric that is no sum over rows: its value depends on how many calls there are."""
     for name, pair in calls.metrics.items():
         for x, nothing in zip(pair, (0, 0) if empty is None else empty.metrics[name], strict=True):
-            gap, scale = np.abs(x[0] + x[1] - x[2] - x[3]), np.abs(x).sum(axis=0)
-            if np.isfinite(x).all() and (np.any(gap > TOLERANCE * scale) or np.any(nothing)):
-                notice(
-                    f"metric {name!r} is no sum over rows, so its value depends on the number of devices and "
-                    "microbatches; return a sum over rows, or a pair (sum, weight)"
-                )
+            if np.isfinite(x).all():
+                gap = np.inf if np.any(nothing) else np.abs(x[0] + x[1] - x[2] - x[3])
+                _report_metric(name, gap, np.abs(x).sum(axis=0))
+
+
+def _report_metric(name: str, gap: Any, scale: Any) -> None:
+    if np.any(gap > TOLERANCE * scale):
+        notice(
+            f"metric {name!r} is no sum over rows, so its value depends on the number of devices and "
+            "microbatches; return a sum over rows, or a pair (sum, weight)"
+        )

@@ -23,7 +23,7 @@ from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss, with_outputs
+from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss, traced_dtype, with_outputs
 from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError
 from jdp.core.gradients.model_state import names_of
 from jdp.core.gradients.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
@@ -61,7 +61,7 @@ IN_TRAINING_ALONE = "rows change each other in training alone, as in a batch nor
 def form_of(state: AnyState, batch: Batch, size: Literal["ndim", "shape"]) -> Hashable:
     """Return the module (its mode decides whether it draws), and the `size` and dtype of each parameter and array."""
     leaves, structure = jax.tree.flatten((state.params, batch))
-    return state.static.adapter, structure, tuple([(getattr(x, size), str(x.dtype)) for x in leaves])
+    return state.static.adapter, structure, tuple([(getattr(x, size), traced_dtype(x)) for x in leaves])
 
 
 class TrialOnce:
@@ -204,10 +204,12 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
         refusal = f"{str(error).partition(',')[0]}, which a part of the batch does not have; use another draw"
         raise UserError(_refusal(spec, partitioning, refusal)) from error
     except Exception as error:
+        if key is None and "NoneType" in str(error):
+            error.add_note("jdp calls the loss with rng=None in an evaluation: draw random numbers only in training")
         if calls > 1:
-            first = str(error).partition("\n")[0]
-            leaves = zip(names_of(state.model_state), jax.tree.leaves(state.model_state), strict=True)
-            for name, leaf in (pair for pair in leaves if pair[1].shape[:1] == (batch_rows(batch),)):
+            first, leaves = str(error).partition("\n")[0], jax.tree.leaves(state.model_state)
+            fits = zip(names_of(state.model_state), leaves, strict=True) if _traces(trace, batch_rows(batch)) else ()
+            for name, leaf in (pair for pair in fits if pair[1].shape[:1] == (batch_rows(batch),)):
                 raise UserError(
                     f"Model state is the same for every part of a batch; given {name}, {list(leaf.shape)}, with a "
                     f"batch of {batch_rows(batch)} rows, and the loss fails on {rows} of them ({first}). Keep values "
@@ -216,6 +218,13 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
             error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
         raise
     return _Reading(spec, state, batch, partitioning, calls, rows, trace, jaxpr, form)
+
+
+def _traces(trace: Callable[[int], object], rows: int) -> bool:
+    try:
+        return bool(trace(rows))
+    except Exception:  # raised by the user's own code
+        return False
 
 
 @dataclass(frozen=True)

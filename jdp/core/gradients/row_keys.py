@@ -130,6 +130,8 @@ def read_draws(few: Jaxpr, many: Jaxpr, rows: int, key: Any) -> RowDraws:
     """
     if "fry" not in str(key.dtype):  # threefry's; no key is made here, because devices may be described
         raise PartsError(f"it draws from a {key.dtype}, whose numbers have no index; use jax.random.key(seed)")
+    if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
+        raise PartsError("it draws while jax_threefry_partitionable is off, so numbers have no index; turn it on")
     lead = "draw with the rows leading, normal(rng, (rows, …)), or from split(rng, rows)"
     draws, draws_of_twice = [*_draws(few)], [*_draws(many)]
     if [draw.kind for draw in draws] != [draw.kind for draw in draws_of_twice]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jdp.core.gradients.loss_call import traced_dtype
 from jdp.core.types import Batch, PyTree
 
 
@@ -43,7 +44,7 @@ def rows_at(batch: Batch, numbers: np.ndarray, sharding: NamedSharding) -> Batch
 
 
 def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
-    """Return rows [sets, count, ...] that all differ if `amount` is 1, also in their means.
+    """Return rows [sets, count, ...] that all differ if `amount` is 1, also in their means; with 2, not in integers.
 
     Positive numbers stay positive, and no integer exceeds the largest of its array.
     """
@@ -61,7 +62,7 @@ def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
             return x
         low, high = jnp.minimum(0, jnp.min(x, initial=0)), jnp.max(x, initial=0)
         drawn = (low + uniform * (high - low + 1).astype(jnp.float32)).astype(x.dtype)
-        return jnp.where(amount > 0, jnp.minimum(drawn, high), x)
+        return jnp.where(amount > 1, x[:1, :1], jnp.where(amount > 0, jnp.minimum(drawn, high), x))
 
     return _map_numbered(moved, jax.tree.map(jnp.asarray, batch))
 
@@ -78,7 +79,7 @@ def drawn_like(tree: PyTree, shardings: PyTree, *, integers: int = 1, positive: 
             return jnp.broadcast_to(jax.random.key(0), shape)
         return jax.random.randint(key, shape, 0, integers + 1).astype(dtype)
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, traced_dtype(x)), tree)
     return jax.jit(lambda: _map_numbered(drawn, shapes), out_shardings=shardings)()
 
 

@@ -126,12 +126,14 @@ def rest_spec(
     count = mesh_shape[DATA]
     if count == 1:
         return compute, f"the {DATA} axis has one device"
+    if 0 in shape:
+        return compute, "replicated: no elements"
     if math.prod(shape) < min_shard_size:
         return compute, f"replicated: {math.prod(shape)} elements, fewer than min_shard_size={min_shard_size}"
 
     def divides(dim: int) -> bool:
         taken = shards(compute[dim : dim + 1], mesh_shape)
-        return shape[dim] % (taken * count) == 0 and shape[dim] > 0
+        return shape[dim] % (taken * count) == 0
 
     def preference(dim: int) -> tuple[bool, bool, int, int]:
         stacked = dim == 0 and len(shape) >= 3

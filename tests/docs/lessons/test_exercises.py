@@ -1,6 +1,8 @@
-"""Answers to the exercises of experiments/lessons/README.md, and its worked numbers; its table names every lesson."""
+"""Answers to the exercises and the questions of experiments/lessons, its worked numbers, and the coding exercises."""
 
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +55,8 @@ def test_answers_are_those_of_the_formulas(computed, answer):
 
 def test_links_are_those_that_plans_use():
     chip = CHIPS["h100"]
-    rates = (
-        chip.memory_bandwidth / 1e12,
-        chip.link_bandwidth / 1e9,
-        chip.host_bandwidth / 1e9,
-        chip.network_bandwidth / 1e9,
-    )
+    rates = [rate / 1e9 for rate in (chip.link_bandwidth, chip.host_bandwidth, chip.network_bandwidth)]
+    rates.insert(0, chip.memory_bandwidth / 1e12)
     shown = re.findall(r"^\| (?:memory|NVLink|PCIe|InfiniBand)[^|]*\| ([\d.]+) [TG]B/s", README, flags=re.MULTILINE)
     assert [f"{rate:.3g}" for rate in rates] == shown
 
@@ -74,12 +72,9 @@ def test_replica_is_mics_and_not_hpz():
 
 
 def test_4_devices_for_70b():
-    def fits(name, devices):
-        return zero_bytes(B70, devices, name).total <= 80e9
-
-    assert fits("zero3", 14)
-    assert not fits("zero3", 13)
-    assert not fits("zero2", 10**6)  # the whole weights are 140 GB
+    held = [zero_bytes(B70, devices, "zero3").total for devices in (13, 14)]
+    assert held[1] <= 80e9 < held[0]
+    assert zero_bytes(B70, 10**6, "zero2").total > 80e9  # the whole weights are 140 GB
 
 
 def test_5_where_a_naive_exchange_is_faster():
@@ -96,9 +91,8 @@ def test_9_one_key_for_every_row():
     for devices in (1, 8):
         plan = jdp.Plan(jdp.make_mesh(data=devices, devices=jax.devices()[:devices]))
         state = jdp.init_state(lambda rng: {"w": jnp.ones((32, 4))}, optax.sgd(0.1), plan, rng=jax.random.key(0))
-        state, _ = jdp.make_train_step(loss_fn, plan, check_loss=False)(
-            state, jax.device_put(batch, plan.batch_sharding)
-        )
+        step = jdp.make_train_step(loss_fn, plan, check_loss=False)
+        state, _ = step(state, jax.device_put(batch, plan.batch_sharding))
         learnt.append(np.asarray(state.params["w"]))
     assert np.ptp(learnt[0]) > 0.1  # it did learn
     np.testing.assert_allclose(*learnt, atol=1e-5)  # float32 sums of 16 rows in another order
@@ -112,19 +106,28 @@ def test_every_lesson_is_in_the_order():
 
 
 INTERVIEW = (LESSONS / "INTERVIEW.md").read_text("utf-8")
+ASKED = re.findall(r"^(\d+)\. \*\*(.+?)\*\*(.*?)(?=^\d+\. |^## |\Z)", INTERVIEW, flags=re.MULTILINE | re.DOTALL)
 
 
 def test_questions_with_a_program_or_table_each():
-    asked = re.split(r"^\d+\. ", INTERVIEW, flags=re.MULTILINE)[1:]
-    assert len(asked) == 31
-    headings = {
-        re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in re.findall(r"^## (.*)", README, re.M)
-    }
-    for each in asked:
-        links = re.findall(r"\]\(([\w.]+)(?:#([\w-]+))?\)", each)
-        assert links and all((LESSONS / file).is_file() and (not part or part in headings) for file, part in links), (
-            each
-        )
+    numbers, questions, answers = zip(*ASKED, strict=True)
+    assert numbers == tuple(map(str, range(1, 32))) and len({*questions}) == 31
+    headings = re.findall(r"^## (.*)", README, re.M)
+    places = {re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in headings} | {""}
+    for answer in answers:
+        links = re.findall(r"\]\(([\w.]+)(?:#([\w-]+))?\)", answer)
+        assert links and all((LESSONS / file).is_file() and part in places for file, part in links), answer
+
+
+def test_answers_are_short():
+    for number, _, answer in ASKED:
+        sentences = re.split(r"(?<=[.?!])\s+", re.sub(r"\]\([^)]*\)", "]", answer).strip())
+        assert len(sentences) <= 3 and max(len(sentence.split()) for sentence in sentences) <= 30, number
+
+
+def test_the_short_lessons_are_asked_for():
+    for name in ("gradient_accumulation", "mixed_precision", "data_and_seeds", "input_bound", "zero_muon"):
+        assert f"]({name}.py)" in INTERVIEW
 
 
 def test_numbers_of_the_interview_are_those_recorded():
@@ -132,3 +135,61 @@ def test_numbers_of_the_interview_are_those_recorded():
     (first, *_, last), replicas = planned.RECORDED[planned.FEW], planned.RECORDED[planned.REPLICAS][-1]
     shown = f"reach {last[0]:.0%} while 8 reach {first[0]:.0%}".replace("%", " %")
     assert shown in INTERVIEW and f"it is {replicas[0]:.0%}".replace("%", " %") in INTERVIEW
+
+
+FOLDER = LESSONS / "exercises"
+
+
+@pytest.fixture(autouse=True)
+def folder_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def checks():
+    import checks
+
+    return checks.CHECKS
+
+
+NAMES = ("broadcast", "mean_gradient", "ring", "contracted", "last_ends", "buckets")
+NAMES += ("sends_over_computes", "zero1_update", "efficiency")
+
+
+def test_every_exercise_is_checked():
+    assert tuple(checks()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stub_fails_and_the_solution_passes(name: str):
+    import solved
+    import yours
+
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        checks()[name](getattr(yours, name))
+    checks()[name](getattr(solved, name))
+
+
+WRONG = {
+    "broadcast": lambda own: jax.lax.pmax(own, "data"),
+    "mean_gradient": lambda summed, rows: jax.lax.pmean(summed / rows, "data"),
+    "buckets": lambda sizes, limit: [[number] for number in reversed(range(len(sizes)))],
+    "sends_over_computes": lambda rows, devices, flops, bandwidth: flops * 8 / (6 * rows * bandwidth),
+    "zero1_update": lambda w, g, m: (w - 0.1 * jax.lax.psum(g, "data"), 0.9 * m),
+    "ring": lambda own: jax.lax.psum(own, "data"),
+    "contracted": lambda x, w: x @ w,
+    "last_ends": lambda ready, sends: ready[0] + sum(sends),
+    "efficiency": lambda repeated, divided, devices: (repeated + divided) / (repeated + divided / devices),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plausible_mistake_is_seen(name: str):
+    with pytest.raises(AssertionError):
+        checks()[name](WRONG[name])
+
+
+def test_the_program_reports_each_answer():
+    run = lambda *given: subprocess.run([sys.executable, str(FOLDER), *given], capture_output=True, text=True)  # noqa: E731
+    solved, yours = run("--solved"), run("buckets")
+    assert solved.returncode == 0 and solved.stdout.count(" right\n") == len(NAMES), solved.stdout + solved.stderr
+    assert yours.returncode == 1 and "buckets   not yet. buckets: begin with the last tensor" in yours.stdout

@@ -4,24 +4,15 @@ import jax
 import pytest
 from load import load
 
-import jdp
-
 lesson, toy = load("gradient_accumulation"), load("toy")
 PSI = 64 * 128 + 3 * 128 * 128 + 128 * 16 + 4 * 128 + 16
 D = 4 * PSI * 7 / 8
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return jdp.make_mesh(data=8)
-
-
 @pytest.mark.parametrize(("way", "sent"), [("once", 2 * D), ("each", 4 * 2 * D), ("scattered", 4 * D + D)])
 def test_each_way_sends_its_formula(mesh, way, sent):
-    program, given = (
-        lesson.by_hand(mesh, way, 4),
-        (toy.init(jax.random.key(0), lesson.WIDTHS), toy.make_batch(0, lesson.ROWS)),
-    )
+    program = lesson.by_hand(mesh, way, 4)
+    given = toy.init(jax.random.key(0), lesson.WIDTHS), toy.make_batch(0, lesson.ROWS)
     right = jax.tree.map(lambda grad: grad / lesson.ROWS, jax.grad(toy.total_loss)(*given))
     assert lesson.apart(program(*given), right) < 1e-5  # float32 sums of 2048 rows in another order
     assert lesson.sent_and_held(program)[0] == sent
@@ -35,9 +26,8 @@ def test_more_microbatches_need_less_memory(mesh):
 @pytest.mark.rest
 @pytest.mark.parametrize(("strategy", "sent"), [("ddp", 2 * D), ("zero2", 4 * D + D)])
 def test_jdp_reduces_where_the_strategy_says(mesh, strategy, sent):
-    assert lesson.with_jdp(mesh, strategy, 4, 0)[0] == pytest.approx(
-        sent, abs=512
-    )  # scalars: the loss, and two sums a parameter that check the update
+    found = lesson.with_jdp(mesh, strategy, 4, 0)[0]
+    assert found == pytest.approx(sent, abs=512)  # scalars: the loss, and two sums a parameter that check the update
 
 
 @pytest.mark.rest

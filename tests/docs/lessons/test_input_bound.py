@@ -22,11 +22,8 @@ def test_lines_and_feed_report_the_waiting(prefetch):
     assert sum(found[name] for name in lesson.LINES) <= found["all"]
 
 
-def test_the_formula():
-    assert [lesson.seconds_a_step(2, 1, readers) for readers in (0, 1, 4)] == [3, 2, 1]
-
-
 def test_hosts_wait_for_the_last_one():
+    assert [lesson.seconds_a_step(2, 1, readers) for readers in (0, 1, 4)] == [3, 2, 1]
     step, own, others = lesson.waiting(1, 0.08, 0.1, 0.5)
     assert others == 0 and step == pytest.approx(0.1 + own)
     step, own, others = lesson.waiting(64, 0.08, 0.1, 0.5)

@@ -5,14 +5,7 @@ import numpy as np
 import pytest
 from load import load
 
-import jdp
-
 lesson = load("simple_ddp")
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return jdp.make_mesh(data=8)
 
 
 def test_the_broadcast_makes_replicas_equal(mesh):

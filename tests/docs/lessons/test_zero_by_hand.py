@@ -4,14 +4,11 @@ import numpy as np
 import pytest
 from load import LESSONS, load
 
-import jdp
-
 lesson, popular = load("zero_by_hand"), load("zero_claims")
 
 
 @pytest.fixture(scope="module")
-def found():
-    mesh = jdp.make_mesh(data=8)
+def found(mesh):
     return {stage: lesson.run(mesh, stage, 2) for stage in lesson.STAGES}
 
 

@@ -6,16 +6,9 @@ import numpy as np
 import pytest
 from load import load
 
-import jdp
-
 lesson, toy = load("zero_muon"), load("muon_toy")
 N, D = 8, 4 * 8 * 64**2 * 7 / 8  # bytes that a device sends in an all-gather of eight float32 matrices
 KINDS = ("reduce-scatter", "all-gather", "all-to-all", "all-reduce")
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return jdp.make_mesh(data=N)
 
 
 @pytest.fixture(scope="module")

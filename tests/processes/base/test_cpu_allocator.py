@@ -1,11 +1,9 @@
 """Memory that is kept between steps, in processes of their own: what `malloc` was told cannot be taken back."""
 
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
+from own_process import python
 
 from jdp.base import cpu_allocator
 
@@ -30,20 +28,13 @@ print(int("jax" in sys.modules), int(line is not None), grown, faults())
 """
 
 
-def measured(**environment: str) -> list[int]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=os.environ | environment, capture_output=True, text=True, check=True
-    )
-    return [int(word) for word in done.stdout.split()]
-
-
 @pytest.mark.skipif(not GLIBC, reason="the C library is not glibc")
 def test_freed_memory_is_reused_without_page_faults():
-    imported, said, grown, faults = measured()
+    imported, said, grown, faults = map(int, python("-c", PROGRAM).stdout.split())
     assert (imported, said) == (0, 1)
     assert grown < 4 * 2**20  # addresses are reserved, not memory
     assert faults < 8  # of 4096 pages
-    assert measured(JDP_FRESH_MEMORY="1")[1] == 0
+    assert python("-c", PROGRAM, JDP_FRESH_MEMORY="1").stdout.split()[1] == "0"
 
 
 def test_another_allocator_or_library_is_left_alone(monkeypatch: pytest.MonkeyPatch):

@@ -1,10 +1,7 @@
 """What `jdp.base` does in processes of its own."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from own_process import python
 
 from jdp.base import machine
 
@@ -18,21 +15,14 @@ print(sum(name.startswith("tf_XLAEigen") for name in names))
 
 
 def pool(code, **variables):
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC", "NPROC")
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", POOL.format(code)],
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", POOL.format(code), **variables)
     return int(done.stdout), done.stderr
 
 
 @pytest.mark.skipif(machine.cores() > 16, reason="the pool has a thread for each core")
-def test_each_cpu_device_has_two_threads():
+def test_each_cpu_device_has_two_threads(monkeypatch):
+    for name in ("XLA_FLAGS", "PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
     assert pool("jax.config.update('jax_num_cpu_devices', 8); jdp.make_mesh()") == (16, "")
     flag = "--xla_force_host_platform_device_count=6"
     assert pool("jdp.initialize(); jax.devices()", XLA_FLAGS=flag, NPROC="20") == (20, "")

@@ -51,10 +51,8 @@ def run_steps(checkout, *, target=None):
     steps = [step for step in job["steps"] if "run" in step and step["name"] != "Install"]
     assert len(steps) == 2
     for step in steps:
-        kept = step["run"].replace(
-            "PYTHONPATH=$PWD", f"PYTHONPATH=$PWD:{root}"
-        )  # jdp is not installed from this checkout
-        shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", kept]
+        command = step["run"].replace("PYTHONPATH=$PWD", f"PYTHONPATH=$PWD:{root}")  # jdp is not of this checkout
+        shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", command]
         environment = given | ({"TARGET": target} if target else {})
         done = subprocess.run(shell, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
         if done.returncode and not step.get("continue-on-error"):

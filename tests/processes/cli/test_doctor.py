@@ -1,16 +1,12 @@
 """The command `jdp doctor`, alone and as several processes: report, exit code, and that it always comes back."""
 
-import dataclasses
 import json
 import os
 import socket
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import two_hosts
 from damage import flip
@@ -121,13 +117,8 @@ def test_a_hanging_all_reduce_is_tried_without_nccl(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HANGS)
     before = "from jdp.launch.doctor import devices; devices.is_nccl_used = lambda: True"
     variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        doctor(tmp_path, "--timeout", "15", before=before),
-        env={**environment(), **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command, variables = doctor(tmp_path, "--timeout", "15", before=before), environment() | variables
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout.endswith("1 thing is wrong.\n"), done
     assert done.stderr.startswith("jdp doctor: the all-reduce hangs; trying it with NCCL_P2P_DISABLE=1\n")
     assert "hangs; with NCCL_P2P_DISABLE=1 it succeeds\n" in done.stdout
@@ -156,16 +147,11 @@ def test_two_hosts_with_and_without_a_link(tmp_path):
 
         def examine(*arguments):
             variables = {**environment(), "JAX_PLATFORMS": "cpu", "JDP_COORDINATOR": f"{two_hosts.ADDRESSES[0]}:7010"}
-            processes = [
-                subprocess.Popen(
-                    on(rank, doctor(tmp_path, *arguments)),
-                    env={**variables, "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": str(rank)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-                for rank in range(2)
-            ]
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            processes = []
+            for rank in range(2):
+                own = {**variables, "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": str(rank)}
+                processes.append(subprocess.Popen(on(rank, doctor(tmp_path, *arguments)), env=own, **streams))
             outputs = [process.communicate(timeout=180)[0] for process in processes]
             return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
@@ -189,9 +175,8 @@ def test_alone_with_eight_devices(tmp_path, capfd):
 
 
 def test_a_platform_that_does_not_start(folder):
-    done = subprocess.run(
-        doctor(folder), env={**environment(), "JAX_PLATFORMS": "nosuch"}, capture_output=True, text=True, timeout=60
-    )
+    variables = environment() | {"JAX_PLATFORMS": "nosuch"}
+    done = subprocess.run(doctor(folder), env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and not done.stderr, done
     assert "WRONG  devices   JAX starts none: " in done.stdout
 
@@ -215,13 +200,10 @@ def test_an_environment_of_no_cluster_is_a_finding(variables, expected, monkeypa
 def test_the_checkpoints_of_a_run_are_verified(tmp_path, capfd):
     assert cli.main(["doctor", str(tmp_path)]) == 0
     assert f"there are none in {tmp_path}" in capfd.readouterr().out
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1))
-    weights = np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32)
-    state = jdp.init_state(lambda _: {"w": jnp.asarray(weights)}, optax.sgd(1.0), plan, rng=jax.random.key(0))
-    folder = tmp_path / "runs" / "mine"
+    folder, tree = tmp_path / "runs" / "mine", {"w": np.random.default_rng(0).normal(size=(300, 300)).astype("f4")}
     with jdp.Checkpoints(folder / "checkpoints") as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save(dataclasses.replace(state, step=jnp.int32(step)))
+            checkpoints.save(tree, step=step)
             checkpoints.wait()
     assert cli.main(["doctor", "mine", "--run-dir", str(tmp_path / "runs"), "--json"]) == 0
     before = statuses(capfd.readouterr().out)

@@ -1,14 +1,11 @@
 """Meetings of real processes: bounded, and who does not come is named."""
 
 import re
-import sys
 
 import pytest
-from own_process import environment
 
 from jdp.core.cluster import barrier
 from jdp.core.cluster.barrier import from_first_process, meet
-from jdp.launch import launch
 
 PROGRAM = """
 import time
@@ -42,22 +39,9 @@ meet("after")
 """
 
 
-@pytest.fixture
-def together(tmp_path, capfd):
-    """Runs a program as two processes; returns what they print."""
-
-    def run(text):
-        (program := tmp_path / "program.py").write_text(text)
-        code = launch([sys.executable, str(program)], 2, environment=environment())
-        out, error = capfd.readouterr()
-        assert code == 0, out + error
-        return out
-
-    return run
-
-
 def test_barriers_name_who_does_not_come(together):
-    out = together(PROGRAM)
+    code, out, error = together(PROGRAM)
+    assert code == 0, out + error
     for rank in (0, 1):
         assert re.findall(rf"^\[{rank}\] heard (.*)$", out, re.MULTILINE) == ["7 from 0", "True"]
     kept = [int(count) for count in re.findall(r"kept (\d+)", out)]
@@ -101,7 +85,8 @@ print("came to the end", flush=True)
 @pytest.mark.rest
 def test_leaving_barriers_by_exception_ends_normally(together):
     """Threads that wait on in C++ must not come back while Python ends: that aborts the process (134)."""
-    assert together(LEAVING).count("came to the end") == 2
+    code, out, error = together(LEAVING)
+    assert code == 0 and out.count("came to the end") == 2, out + error
 
 
 def test_alone_nobody_is_waited_for(monkeypatch):

@@ -2,17 +2,14 @@
 
 import os
 import re
-import sys
 import time
 from typing import Any
 
 import jax
 import pytest
-from paths import ROOT
 
 from jdp.core.cluster import initialize as initializing
 from jdp.core.cluster.initialize import initialize
-from jdp.launch import launch
 
 
 @pytest.fixture
@@ -69,9 +66,8 @@ def test_failing_to_join_is_never_swallowed(joining, monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
-    with pytest.raises(
-        RuntimeError, match=r"part of a cluster \(arguments\) and could not join it: coordinator_address"
-    ):
+    words = r"part of a cluster \(arguments\) and could not join it: coordinator_address"
+    with pytest.raises(RuntimeError, match=words):
         initialize("127.0.0.1:1", 2, 0)
 
 
@@ -81,20 +77,6 @@ def test_joining_another_cluster_is_refused(joining, monkeypatch):
     assert joining == {}
     with pytest.raises(ValueError, match="already joined a cluster as number 1 of 2"):
         initialize("127.0.0.1:1", 3, 1)
-
-
-@pytest.fixture
-def together(tmp_path, capfd):
-    """Runs a program as two processes with two devices each; returns the exit code, stdout and stderr."""
-
-    def run(text):
-        path = tmp_path / "program.py"
-        path.write_text(text)
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "http_proxy": "http://127.0.0.1:9"}
-        code = launch([sys.executable, str(path)], 2, devices_per_process=2, environment=environment)
-        return code, *capfd.readouterr()
-
-    return run
 
 
 JOIN = """

@@ -25,12 +25,13 @@ MARKED = CHAT_TEMPLATE.replace(
     "{{- message['content'] | trim + '<|im_end|>' }}{% endgeneration %}{% else %}"
     "{{- message['content'] | trim + '<|im_end|>' }}{% endif %}{{- '\n' }}",
 )
-CHAT = [
-    {"role": "user", "content": "one?"},
-    {"role": "assistant", "content": "It is 1."},
-    {"role": "user", "content": "more?"},
-    {"role": "assistant", "content": "It is 2."},
-]
+
+
+def exchange(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+CHAT = [*exchange("one?", "It is 1."), *exchange("more?", "It is 2.")]
 
 
 def ran(script, *arguments, cwd):
@@ -115,16 +116,8 @@ def test_a_chat_is_learnt_from_its_answers(llama, capsys):
     base = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(base | {"torch_dtype": "bfloat16", "max_position_embeddings": 512}))
     (llama / "generation_config.json").write_text('{"eos_token_id": 0, "top_p": 0.9}')
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": f"What is one more than {number}?"},
-                {"role": "assistant", "content": f"It is {number + 1}."},
-            ]
-        }
-        for number in range(120)
-    ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    chats = (exchange(f"What is one more than {number}?", f"It is {number + 1}.") for number in range(120))
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     done = ran("chats_to_ids.py", "llama", "chats.jsonl", "chats.parquet", cwd=folder)
     assert done.returncode == 0, done.stderr
     given = {"data.source": f"hf:parquet:{folder}/chats.parquet", "train.steps": 40, "train.export": "hf"}

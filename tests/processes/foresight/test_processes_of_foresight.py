@@ -1,20 +1,9 @@
 """What `jdp.foresight` does in processes of its own."""
 
-import os
-import subprocess
-import sys
-
 import pytest
-from paths import ROOT
+from own_process import python
 
 from jdp.foresight.targets import resolve as targets
-
-
-def python(code: str, **environ: str | None) -> subprocess.CompletedProcess[str]:
-    """`code` in a process of its own, where jax has not started, with environment variables set or (None) removed."""
-    env = {k: v for k, v in (os.environ | environ).items() if v is not None}
-    return subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
-
 
 TPU_CODE = """
 import jax, jax.numpy as jnp, numpy as np
@@ -33,7 +22,7 @@ print(cost.algorithm, round(cost.wire_seconds * 1e3, 3), round(cost.latency_seco
 
 @pytest.mark.skipif(targets._installed("libtpu") is None, reason="TPU targets need libtpu")
 def test_tpus_compile_where_libtpu_is():
-    lines = python(TPU_CODE).stdout.splitlines()
+    lines = python("-c", TPU_CODE).stdout.splitlines()
     # 2 · 3/4 GiB over the 200 GB/s that leave a v5e chip; 2 rounds of one hop along each of two axes, 1 us each.
     assert lines == ["True", "torus 8.053 4.0"]
 
@@ -43,7 +32,8 @@ needs_no_driver = pytest.mark.skipif(targets._has_driver(), reason="about machin
 
 @needs_no_driver
 @pytest.mark.parametrize("first", ["pass", "jax.devices()"], ids=["alone", "after the plugin failed"])
-def test_without_jax_platforms_a_target_works(first):
+def test_without_jax_platforms_a_target_works(first, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")
     code = f"""
 import os, jax
 from jdp.foresight.targets.resolve import target
@@ -55,7 +45,7 @@ except ValueError as error:
     print(error)
 assert os.environ == before and jax.default_backend() == "cpu"
 """
-    done = python(code, JAX_PLATFORMS=None)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     expected = "8" if first == "pass" else "Start the process with JAX_PLATFORMS=cpu"
     assert expected in done.stdout

@@ -86,23 +86,13 @@ class SlurmCluster:
     def kill_node(self, node):
         """SIGKILL everything on a node at once, as when its power fails: its slurmd, the steps and their tasks."""
         marks = {f"JDP_TEST_NODE={node}".encode(), f"SLURMD_NODENAME={node}".encode()}
-        for _ in range(2):  # what was being started too
-            for pid in self.pids():
-                if marks & environment_of(pid):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-
-    def pids(self):
-        """Process numbers, as seen from here, of everything in the cluster's namespace."""
         mine = Path(f"/proc/{self.first_process}/ns/pid").readlink()
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if (path / "ns/pid").readlink() == mine:
-                    found.append(int(path.name))
-            except OSError:  # it has ended
-                continue
-        return found
+        for _ in range(2):  # what was being started too
+            for path in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):  # it has ended
+                    is_here = (path / "ns/pid").readlink() == mine
+                    if is_here and marks & {*(path / "environ").read_bytes().split(b"\0")}:
+                        os.kill(int(path.name), signal.SIGKILL)
 
     def wait_for(self, condition, seconds, what):
         deadline = time.monotonic() + seconds
@@ -128,13 +118,6 @@ class SlurmCluster:
         return ["nsenter", f"--target={self.first_process}", "--mount", "--pid", f"--wd={folder}", "--", *command]
 
 
-def environment_of(pid):
-    try:
-        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    except OSError:
-        return set()
-
-
 def free_ports(count):
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [server.getsockname()[1] for server in servers]
@@ -154,21 +137,16 @@ def slurm_cluster(folder):
     (folder / "munge.key").chmod(0o400)
     # bash waits for processes that lost their parent too: Slurm takes a node whose dead ones linger out of service
     script = f"mount --bind {folder}/hosts /etc/hosts && echo ready && sleep 3600 & wait"
-    holder = subprocess.Popen(
-        [*HOLD, "bash", "-c", script],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    holder = subprocess.Popen([*HOLD, "bash", "-c", script], stdout=subprocess.PIPE, text=True)
     daemons = []
     try:
         assert holder.stdout.readline() == "ready\n"
         first = int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()[0])
         cluster = SlurmCluster(folder, first)
         daemons = cluster.daemons
-        munge = [
-            f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("key-file", "socket", "pid-file", "seed-file")
-        ]
-        cluster.start("munged", "--foreground", "--force", f"--log-file={folder}/munged.log", *munge)
+        places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
+        munge = [f"--{name}={folder}/munge.{file}" for name, file in places.items()]
+        cluster.start("munged", "--foreground", "--force", *munge)
         cluster.wait_for((folder / "munge.socket").exists, 20, "munged")
         cluster.start("slurmctld", "-D", "-f", f"{folder}/slurm.conf")
         for node in NODES:

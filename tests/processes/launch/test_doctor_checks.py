@@ -74,15 +74,10 @@ def test_versions_that_do_not_match(name, version, found, mend, tmp_path, monkey
 
 def test_each_problem_is_reported_once_with_processes():
     fine, bad, note = Finding("a", "ok", "1"), Finding("a", "wrong", "2", "mend it"), Finding("b", "note", "3", "look")
-    examined = Examined(
-        {0: [fine, note], 1: [bad], 2: [Finding("a", "wrong", "4", "mend it")]}, {0: "n0", 1: "n1", 2: "n1"}
-    )
-    assert examined.lines() == [
-        "WRONG  a  2  [processes 1, 2]",
-        "          → mend it",
-        "note   b  3  [process 0 on n0]",
-        "          → look",
-    ]
+    other = Finding("a", "wrong", "4", "mend it")
+    examined = Examined({0: [fine, note], 1: [bad], 2: [other]}, {0: "n0", 1: "n1", 2: "n1"})
+    wrong, noted = "WRONG  a  2  [processes 1, 2]", "note   b  3  [process 0 on n0]"
+    assert examined.lines() == [wrong, "          → mend it", noted, "          → look"]
     assert examined.wrong == 1
     well = Examined({0: [fine], 1: [Finding("a", "ok", "9")]}, {0: "n0", 1: "n1"})
     assert well.lines() == ["ok     a  1"] and well.wrong == 0

@@ -113,11 +113,9 @@ def test_processes_learn_who_they_are(tmp_path, capfd):
     names = ("JDP_COORDINATOR", "JDP_NUM_PROCESSES", "JDP_PROCESS_ID", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
     text = f"print(*(os.environ.get(name) for name in {names}))"
     assert launch(program(tmp_path, text), 2, devices_per_process=3, environment=no_gpus()) == 0
-    output = capfd.readouterr().out
-    (first,), (second,) = lines_of(0, output), lines_of(1, output)
-    address = first.split()[0]
-    assert address.startswith("127.0.0.1:")
-    assert first == f"{address} 2 0 cpu 3" and second == f"{address} 2 1 cpu 3"
+    lines = sorted(capfd.readouterr().out.splitlines())
+    address = lines[0].split()[1]
+    assert address.startswith("127.0.0.1:") and lines == [f"[{rank}] {address} 2 {rank} cpu 3" for rank in (0, 1)]
 
 
 def no_gpus():
@@ -130,11 +128,9 @@ def test_gpus_are_dealt_out(tmp_path, capfd, monkeypatch):
     environment |= {"CUDA_VISIBLE_DEVICES": "4,5,6,7,9"}
     command = program(tmp_path, "print(os.environ['CUDA_VISIBLE_DEVICES'])")
     assert launch(command, 2, environment=environment) == 0
-    output = capfd.readouterr().out
-    assert lines_of(0, output) == ["4,5"] and lines_of(1, output) == ["6,7"]
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 4,5", "[1] 6,7"]
     assert launch(command, 2, devices_per_process=1, environment=environment) == 0
-    output = capfd.readouterr().out
-    assert lines_of(0, output) == ["4"] and lines_of(1, output) == ["5"]
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 4", "[1] 5"]
     with pytest.raises(ValueError, match=r"2 processes × 3 = 6, but there are 5"):
         launch(command, 2, devices_per_process=3, environment=environment)
 
@@ -229,8 +225,7 @@ sys.exit(75)
         launcher.send_signal(number)
         out, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 75
-    for rank in (0, 1):
-        assert lines_of(rank, out) == [f"saved after [{int(number)}]"]
+    assert sorted(out.splitlines()) == [f"[{rank}] saved after [{int(number)}]" for rank in (0, 1)]
     assert f"ended with exit code 75, after {number.name}." in err
     assert gone(pids)
 
@@ -276,9 +271,8 @@ def test_what_can_be_launched(kind, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert command.run(["-n", "2", "--", *KINDS[kind], "--run-dir=x", "--", "-n"]) == 0
-    output = capfd.readouterr().out
-    for rank in (0, 1):
-        assert lines_of(rank, output) == ["['--run-dir=x', '--', '-n']"]
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == [f"[{rank}] ['--run-dir=x', '--', '-n']" for rank in (0, 1)]
 
 
 NOT_THERE = {

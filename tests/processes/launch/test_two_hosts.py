@@ -55,15 +55,10 @@ def start(on, tmp_path):
         process.wait()
 
 
-@pytest.fixture
-def end(tmp_path):
-    """Wait for the processes of hosts 0 and 1; their exit codes, and what they printed."""
-
-    def end(*processes):
-        codes = [process.wait(SECONDS) for process in processes]
-        return codes, [(tmp_path / f"out{number}").read_text(errors="replace") for number in range(2)]
-
-    return end
+def end(folder, *processes):
+    """Wait for the processes of hosts 0 and 1; return their exit codes, and what they printed."""
+    codes = [process.wait(SECONDS) for process in processes]
+    return codes, [(folder / f"out{number}").read_text(errors="replace") for number in range(2)]
 
 
 def wait_for(condition, processes):
@@ -74,7 +69,7 @@ def wait_for(condition, processes):
         time.sleep(0.02)
 
 
-def test_a_cut_link_ends_both_with_reasons(start, end, tmp_path):
+def test_a_cut_link_ends_both_with_reasons(start, tmp_path):
     """Fault 20. Neither side hears of the cut.
 
     The deadline's thread ends both as the other one is silent, 20 s and more after the cut; JAX' heartbeats, which name
@@ -95,13 +90,13 @@ def test_a_cut_link_ends_both_with_reasons(start, end, tmp_path):
     two_hosts.cut()
     cut = time.monotonic()
     go.touch()
-    codes, printed = end(*hosts)
+    codes, printed = end(tmp_path, *hosts)
     assert codes == [75, 75], printed
     assert time.monotonic() - cut < 120
     assert "Process 1 does not answer: " in printed[0]
     assert "process 0 is stopped or gone, or the network to it" in printed[1]
     two_hosts.join()
-    codes, printed = end(*both("-m", "jdp"))
+    codes, printed = end(tmp_path, *both("-m", "jdp"))
     assert codes == [0, 0], printed
     (step,) = re.findall(r"resumed after step (\d+)", printed[0])
     assert step in ("10", "15"), "each save waits for the one before"
@@ -110,7 +105,7 @@ def test_a_cut_link_ends_both_with_reasons(start, end, tmp_path):
     assert resumed == whole
 
 
-def test_a_killed_hosts_memory_comes_from_its_neighbour(start, end, tmp_path):
+def test_a_killed_hosts_memory_comes_from_its_neighbour(start, tmp_path):
     """Nothing is in storage. Each host has a folder of its own for its memory; host 1 comes back with an empty one."""
     write(tmp_path, checkpoint_every=0)
     train = ["train", f"{tmp_path}/points.toml", f"--run-dir={tmp_path}/runs", "--guard.keep_in_memory=3"]
@@ -126,18 +121,17 @@ def test_a_killed_hosts_memory_comes_from_its_neighbour(start, end, tmp_path):
     hosts = [node(number, {"0:1:17": "kill the node"}) for number in range(2)]
     hosts[1].wait(SECONDS)
     shutil.rmtree(tmp_path / "memory1")
-    codes, printed = end(hosts[0], node(1, {}))
+    codes, printed = end(tmp_path, hosts[0], node(1, {}))
     assert codes == [0, 0], printed
-    (step,) = re.findall(
-        r"step (\d+) is restored from the hosts' memory, .* from other hosts; storage has no", printed[0]
-    )
+    restored = r"step (\d+) is restored from the hosts' memory, .* from other hosts; storage has no"
+    (step,) = re.findall(restored, printed[0])
     assert step in ("12", "15"), "two copies at most are lost"
     train_here(tmp_path / "points.toml", tmp_path / "whole", {}, devices=2)
     killed, whole = (rows(folder / "points", "loss", "grad_norm") for folder in (tmp_path / "runs", tmp_path / "whole"))
     assert killed == whole
 
 
-def test_pods_join_once_pod_0_has_a_name(start, end, tmp_path):
+def test_pods_join_once_pod_0_has_a_name(start, tmp_path):
     """With its command and variables, and what Kubernetes adds: an index, and the service's names.
 
     Pod 1 is there first, and waits: pod 0's name has an address once that pod is there.
@@ -160,5 +154,5 @@ def test_pods_join_once_pod_0_has_a_name(start, end, tmp_path):
     for number in range(2):
         with (tmp_path / f"hosts{number}").open("a") as names:
             names.write(f"{two_hosts.ADDRESSES[0]} train-workers-0-0.train\n")
-    codes, printed = end(pod(0), pod_1)
+    codes, printed = end(tmp_path, pod(0), pod_1)
     assert codes == [0, 0] and "step 3/3  loss" in printed[0], printed

@@ -10,6 +10,7 @@ import time
 
 import jax
 import pytest
+from coordination import Store
 from own_process import python, start_python
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows
@@ -136,25 +137,12 @@ def test_the_stopped_run_equals_the_calm_one(storm):
     assert list(rows(folder / "calm", "eval_loss")) == [6, 12]
 
 
-class Service:
-    """The keys of a coordination service, of which this process is the only client."""
-
-    def __init__(self):
-        self.keys = {}
-
-    def key_value_set(self, key, value):
-        self.keys[key] = value
-
-    def key_value_dir_get(self, prefix):
-        return [(key, text) for key, text in self.keys.items() if key.startswith(f"{prefix}/")]
-
-
 @pytest.mark.parametrize(
     ("other", "stops"), [("7", True), ("-1", False), (None, False)], ids=["later", "first", "gone"]
 )
 def test_processes_stop_at_a_future_poll(monkeypatch, other, stops):
     """The other one has polled more often, is before its first step, or has taken all its steps and does not answer."""
-    service, done = Service(), threading.Event()
+    service, done = Store(), threading.Event()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr("jdp.run.signals.coordination_client", lambda: service)
     agreement = _Agreement()
@@ -162,7 +150,7 @@ def test_processes_stop_at_a_future_poll(monkeypatch, other, stops):
     if other is None:
         threading.Timer(0.2, done.set).start()
     else:
-        service.keys[f"{agreement.store.prefix}/polls/1"] = other
+        service[f"{agreement.store.prefix}/polls/1"] = other
     assert (agreement.agree(lambda: True, done.wait) is None) == (other != "-1")
     assert [agreement.poll() is not None for _ in range(8)] == [stops and polls == 8 for polls in range(1, 9)]
 
@@ -258,27 +246,23 @@ with StopRequest() as stop:
 """
 
 
-ONCE = {
-    "compile": (1, "stopped by SIGTERM, at once: before the first step there is nothing to save; the files on disk"),
-    "second": (2, "stopped by SIGTERM, at once: a second signal came; the files on disk are complete"),
-}
-
-
-@pytest.mark.parametrize("when", ONCE)
-@pytest.mark.default_ids("second")
-def test_leaving_at_once_without_the_main_thread(tmp_path, when):
-    signals, words = ONCE[when]
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [("compile", "before the first step there is nothing to"), ("second", "a second signal came")],
+)
+@pytest.mark.default_ids("second-*")
+def test_leaving_at_once_without_the_main_thread(tmp_path, when, words):
     (tmp_path / "program.py").write_text(STUCK)
     with start_python(tmp_path / "program.py", when) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        if signals == 2:
+        if when == "second":
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(1.5)
             process.send_signal(signal.SIGUSR1)
         _, error = process.communicate(timeout=30)
     assert process.returncode == 75
-    assert words in error
+    assert f"stopped by SIGTERM, at once: {words}" in error and "; the files on disk are complete" in error
 
 
 COLLECTING = """

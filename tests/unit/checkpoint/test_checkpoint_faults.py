@@ -50,13 +50,10 @@ def test_a_run_goes_on_after_a_full_disk(tmp_path, caplog):
         checkpoints.wait()
         with caplog.at_level(logging.ERROR), files_of_at_most(50_000):
             checkpoints.save(at(2), {"n": 2})  # in the background
-            message = (
-                rf"Checkpoint 2 was not saved in {re.escape(str(tmp_path))}: File too large "
-                r"\(earlier checkpoints are whole: 1\)\. Free space there, keep fewer"
-            )
-            with pytest.raises(jdp.CheckpointError, match=message):
+            rule = rf"Checkpoint 2 was not saved in {re.escape(str(tmp_path))}: File too large \(.* whole: 1\)\. Free"
+            with pytest.raises(jdp.CheckpointError, match=rule):
                 checkpoints.wait()
-        assert [record for record in caplog.records if "Traceback" in caplog.text] == []
+        assert "Traceback" not in caplog.text
         assert (checkpoints.latest, names(tmp_path)) == (1, ["1"])
         checkpoints.wait()  # said once
         assert checkpoints.restore(target())[1] == {"n": 1}
@@ -171,9 +168,7 @@ def test_a_damaged_checkpoint_is_named_with_the_others(two, tmp_path, damage):
     message = rf"{directory}/2 is damaged: (state/|checkpoint)\S* (is missing|has changed|has .* bytes of .*)\. "
     with jdp.Checkpoints(directory, best="loss") as checkpoints:
         for step in (2, "best") if damage != "table gone" else (2,):
-            with pytest.raises(
-                jdp.CheckpointError, match=message + r"Restore another, with step=\.\.\. \(there are: 1\)"
-            ):
+            with pytest.raises(jdp.CheckpointError, match=message + r"Restore another, with step=.* \(there are: 1\)"):
                 checkpoints.restore(target(), step)
         assert checkpoints.restore(target(), 1)[1] == {"n": 1}
     with pytest.raises(jdp.CheckpointError, match=message + "Restore another checkpoint"):
@@ -192,19 +187,14 @@ def test_the_reason_is_short(two, tmp_path):
     assert error.value.__cause__ is not None
 
 
-@pytest.mark.parametrize("kind", ["gone", "file", "other"])
-def test_a_path_without_a_checkpoint_is_named(tmp_path, kind):
-    path = tmp_path / kind
-    if kind == "file":
-        path.write_text("mine")
-    elif kind != "gone":
-        path.mkdir()
-    if kind == "other":
-        (path / "7").mkdir()
-        (path / "7" / "notes.txt").write_text("mine")
-    why = "does not exist" if kind == "gone" else "is not a checkpoint and holds none"
-    with pytest.raises(jdp.CheckpointError, match=rf"{kind} {why}\. Pass a checkpoint of jdp\.save, "):
-        jdp.restore(path, target())
+def test_a_path_without_a_checkpoint_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "other" / "7").mkdir(parents=True)
+    (tmp_path / "other" / "7" / "notes.txt").write_text("mine")
+    why = dict.fromkeys(("file", "other"), "is not a checkpoint and holds none") | {"gone": "does not exist"}
+    for name, words in why.items():
+        with pytest.raises(jdp.CheckpointError, match=rf"{name} {words}\. Pass a checkpoint of jdp\.save, "):
+            jdp.restore(tmp_path / name, target())
 
 
 def test_another_optimizer_is_refused_with_a_fix(two):

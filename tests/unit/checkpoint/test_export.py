@@ -1,7 +1,9 @@
-"""safetensors: what others write is read, and what is written others read. Names: test_hugging_face.py."""
+"""safetensors: what others write is read, and what is written others read; low-rank updates are added to their kernels.
+Names: test_hugging_face.py.
+"""
 
+import functools
 import json
-import math
 import tracemalloc
 from dataclasses import replace
 
@@ -14,12 +16,24 @@ from damage import files_of_at_most
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import numpy, safe_open
-from tiny_states import assert_same_bits
+from tiny_states import assert_same_bits, plan_of
 
 import jdp
-from jdp.base import notices
+from jdp.checkpoint import CheckpointError
 from jdp.checkpoint.safetensors.files import Stored
-from jdp.export import Names, Part, Tensor, export_safetensors, gpt2_names, import_safetensors, llama_names
+from jdp.export import (
+    Names,
+    Part,
+    Tensor,
+    export_hf,
+    export_safetensors,
+    gpt2_names,
+    gpt_config_from_hf,
+    hf_names,
+    import_safetensors,
+    llama_names,
+    merge_lora,
+)
 from jdp.models import GPT, GPTConfig
 
 TX = optax.sgd(0.1, momentum=0.9)
@@ -30,53 +44,39 @@ GPT2 = GPTConfig(
 LLAMA = GPTConfig(vocab_size=48, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
 
 
-def plan_of(strategy="zero3", **axes):
-    count = math.prod(axes.values()) if axes else 8
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:count], **(axes or {"data": 8})), strategy, min_shard_size=16)
-
-
 def target(config, plan):
     return jdp.abstract_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
 
 
-def made(config, plan):
+@functools.cache
+def made(config):
     """A state whose norms and biases are random too, so that each is seen in the logits."""
-    state = jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), TX, plan, rng=jax.random.key(1))
+    state = jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), TX, plan_of(), rng=jax.random.key(1))
     leaves, tree = jax.tree.flatten(state.params)
     noise = [np.random.default_rng(i).normal(0, 0.2, x.shape).astype(x.dtype) for i, x in enumerate(leaves)]
     moved = [jax.device_put(np.asarray(x) + n, x.sharding) for x, n in zip(leaves, noise, strict=True)]
     return replace(state, params=jax.tree.unflatten(tree, moved))
 
 
-@pytest.fixture(scope="module")
-def gpt2():
-    return made(GPT2, plan_of())
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return made(LLAMA, plan_of())
-
-
 @pytest.mark.parametrize("limit", [10**9, 5000], ids=["one file", "shards"])
-def test_exported_weights_come_back_sharded(llama, tmp_path, limit):
-    export_safetensors(tmp_path / "model.safetensors", llama, names=llama_names(LLAMA), max_shard_bytes=limit)
+def test_exported_weights_come_back_sharded(tmp_path, limit):
+    export_safetensors(tmp_path / "model.safetensors", made(LLAMA), names=llama_names(LLAMA), max_shard_bytes=limit)
     plan = plan_of("zero3", data=2, model=2)
     state = import_safetensors(tmp_path, target(LLAMA, plan), names=llama_names(LLAMA))
-    assert_same_bits(state.params, llama.params)
+    assert_same_bits(state.params, made(LLAMA).params)
     for leaf, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(plan.shardings(state).params), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.opt_state))
 
 
-def test_an_unrolled_model_reads_a_scanned_one(gpt2, tmp_path):
-    export_safetensors(tmp_path / "m.safetensors", gpt2, names=gpt2_names(GPT2))
+def test_an_unrolled_model_reads_a_scanned_one(tmp_path):
+    export_safetensors(tmp_path / "m.safetensors", made(GPT2), names=gpt2_names(GPT2))
     unrolled = replace(GPT2, scan=False)
     plan = plan_of("ddp", data=1)
     state = import_safetensors(tmp_path / "m.safetensors", target(unrolled, plan), names=gpt2_names(unrolled))
     np.testing.assert_array_equal(
         state.params["layers"]["1"]["attention"]["key"]["kernel"],
-        gpt2.params["layers"]["attention"]["key"]["kernel"][1],
+        made(GPT2).params["layers"]["attention"]["key"]["kernel"][1],
     )
     export_safetensors(tmp_path / "again.safetensors", state, names=gpt2_names(unrolled))
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
@@ -97,14 +97,13 @@ def test_paths_are_the_default_names(tmp_path):
     assert back.opt_state is fresh.opt_state and back.step is fresh.step
 
 
-def test_lossy_casts_on_import_are_reported(llama, tmp_path, monkeypatch, capsys):
+def test_lossy_casts_on_import_are_reported(tmp_path, fresh_notices, capsys):
     tree = {"w": jnp.float32([1 + 2**-7, 1 + 2**-9]), "count": jnp.int32(3)}
     export_safetensors(tmp_path / "half.safetensors", tree, dtype=jnp.bfloat16)
     wide = import_safetensors(tmp_path / "half.safetensors", tree)
     np.testing.assert_array_equal(wide["w"], np.float32([1 + 2**-7, 1.0]))
     assert wide["count"] == 3
     export_safetensors(tmp_path / "full.safetensors", tree)
-    monkeypatch.setattr(notices, "_said", set())
     narrow = import_safetensors(tmp_path / "full.safetensors", {**tree, "w": tree["w"].astype(jnp.bfloat16)})
     assert narrow["w"].dtype == jnp.bfloat16
     assert "float32 are rounded to bfloat16 on import, first w" in capsys.readouterr().err
@@ -170,17 +169,16 @@ def test_a_file_of_another_model_is_refused(tmp_path, aim, message):
 
 
 @pytest.mark.parametrize("also", ["h.0.attn.bias", "lm_head.weight"])
-def test_the_hubs_own_gpt2_file_is_read(gpt2, tmp_path, also):
+def test_the_hubs_own_gpt2_file_is_read(tmp_path, also):
     """Its names have no prefix, and it holds the causal mask; some hold a tied head twice."""
-    export_safetensors(tmp_path / "m.safetensors", gpt2, names=gpt2_names(GPT2, prefix=""))
+    export_safetensors(tmp_path / "m.safetensors", made(GPT2), names=gpt2_names(GPT2, prefix=""))
     held = numpy.load_file(tmp_path / "m.safetensors")
     held[also] = held["wte.weight"] if also == "lm_head.weight" else np.ones((1, 1, 8, 8), np.float32)
     assert "h.0.attn.c_attn.weight" in held
     numpy.save_file(held, tmp_path / "hub.safetensors")
     aim = target(GPT2, plan_of("zero2", data=4))
-    assert_same_bits(
-        import_safetensors(tmp_path / "hub.safetensors", aim, names=gpt2_names(GPT2, prefix="")).params, gpt2.params
-    )
+    read = import_safetensors(tmp_path / "hub.safetensors", aim, names=gpt2_names(GPT2, prefix=""))
+    assert_same_bits(read.params, made(GPT2).params)
     with pytest.raises(jdp.CheckpointError, match=r"has no transformer.wte.weight.*closest name is wte.weight"):
         import_safetensors(tmp_path / "hub.safetensors", aim, names=gpt2_names(GPT2))
 
@@ -222,3 +220,63 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
         export_safetensors(path, {"w": jnp.ones(10_000)})
     assert_same_bits(import_safetensors(path, {"w": jnp.zeros(4)}), {"w": jnp.ones(4)})
     assert [file.name for file in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+CONFIG = GPTConfig(
+    vocab_size=40, context=32, layers=2, width=32, heads=2, kv_heads=1, mlp_width=48,
+    lora_rank=4, lora_alpha=6.0, lora_targets=("query", "value", "down"),
+)  # fmt: skip
+PLAN = jdp.Plan(jdp.make_mesh(data=8), "zero3", min_shard_size=16)
+TOKENS = np.random.default_rng(0).integers(0, 40, (1, 32))
+
+
+@functools.cache
+def tuned(scan, devices=8):
+    """A sharded state whose updates are not zero, and its configuration."""
+    config = replace(CONFIG, scan=scan)
+    plan = replace(PLAN, mesh=jdp.make_mesh(devices=jax.devices()[:devices]))
+    state = jdp.init_state(
+        lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0), wrt="*/lora_*"
+    )
+    moved = jax.tree.map_with_path(
+        lambda path, x: x + 0.1 if "lora_b" in jax.tree_util.keystr(path) else x, state.params
+    )
+    return replace(state, params=moved), config
+
+
+logits = jax.jit(lambda model: model(jnp.asarray(TOKENS)))
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.default_ids("scanned")
+def test_a_merged_model_has_the_same_logits(scan, tmp_path):
+    state, config = tuned(scan)
+    params, plain = merge_lora(state, config)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
+    assert plain.lora_rank is None and paths and not any("lora" in path for path in paths)
+    shardings = {path: leaf.sharding for path, leaf in jax.tree.leaves_with_path(state.params)}
+    assert all(leaf.sharding == shardings[path] for path, leaf in jax.tree.leaves_with_path(params))
+    export_hf(tmp_path, params, plain)
+    assert gpt_config_from_hf(tmp_path).lora_rank is None
+    fresh = lambda rng: GPT(plain, rngs=nnx.Rngs(rng))  # noqa: E731
+    again = jdp.abstract_state(fresh, optax.sgd(0.1), PLAN, rng=jax.random.key(1))
+    again = import_safetensors(tmp_path, again, names=hf_names(plain))
+    np.testing.assert_allclose(logits(again.model), logits(state.model), rtol=0, atol=2e-5)
+    host, _ = merge_lora(jax.device_get(state.params), config)
+    for one, other in zip(*map(jax.tree.leaves, (host, params)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_what_cannot_be_merged_is_one_clear_error(tmp_path):
+    state, config = tuned(True)
+    params, plain = merge_lora(state, config)
+    with pytest.raises(ValueError, match=r"given lora_rank=None\. Export the model unmerged"):
+        merge_lora(params, plain)
+    with pytest.raises(ValueError, match=r"given parameters without updates\. Pass"):
+        merge_lora(params, config)
+    with pytest.raises(ValueError, match=r"as nested dicts; given a GPT"):
+        merge_lora(state.model, config)
+    with pytest.raises(CheckpointError, match=r"abstract|no values"):
+        merge_lora(jax.eval_shape(lambda: state), config)
+    with pytest.raises(CheckpointError, match=r"without LoRA updates; given lora_rank=4\. Add them to"):
+        export_hf(tmp_path, state, config)

@@ -19,6 +19,7 @@ from jdp.base import notices
 from jdp.checkpoint import check
 from jdp.checkpoint.format import checksums
 
+pytestmark = pytest.mark.usefixtures("fresh_notices")
 SIZE = 640  # arrays of 1.6 MB: small ones are kept in files that have checksums of their own
 TX = optax.sgd(0.1, momentum=0.9)
 
@@ -58,11 +59,6 @@ def saved(tmp_path_factory):
 def own(saved, tmp_path):
     """A copy of the directory with steps 1 and 2 that a test may change."""
     return shutil.copytree(saved[0], tmp_path / "own")
-
-
-@pytest.fixture(autouse=True)
-def fresh_notices():
-    notices._said.clear()
 
 
 def fill(directory, *steps):

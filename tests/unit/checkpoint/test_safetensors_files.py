@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny_states import names
 
 import jdp
 from jdp.export import export_safetensors, import_safetensors
@@ -103,10 +104,6 @@ def test_a_damaged_index_is_one_clear_error(tmp_path, kind):
     assert len(str(error.value)) < 600
 
 
-def names_in(folder):
-    return sorted(file.name for file in folder.iterdir())
-
-
 @pytest.mark.parametrize("limit", [10**9, 800], ids=["one file", "shards"])
 def test_anothers_shards_are_not_replaced(tmp_path, limit):
     for name, file in WHOLE.items():
@@ -125,13 +122,13 @@ def test_anothers_shards_are_not_replaced(tmp_path, limit):
 def test_only_own_shards_give_way(tmp_path):
     path = tmp_path / "m.safetensors"
     export_safetensors(tmp_path / "m-lora.safetensors", TREE, max_shard_bytes=400)
-    another = names_in(tmp_path)
+    another = names(tmp_path)
     export_safetensors(path, TREE, max_shard_bytes=400)
     third = tmp_path / "m-00003-of-00003.safetensors"
     save_file({"other": np.ones(3, np.float32)}, third)  # somebody else's by now
     export_safetensors(path, TREE, max_shard_bytes=800)
     ours = [*(f"m-0000{n}-of-00002.safetensors" for n in (1, 2)), "m.safetensors.index.json"]
-    assert names_in(tmp_path) == sorted([*ours, third.name, *another])
+    assert names(tmp_path) == sorted([*ours, third.name, *another])
     assert load_file(third).keys() == {"other"}
 
 

@@ -1,4 +1,6 @@
-"""The command line: complete help, one clear error and exit 2 for a user's mistake, JSON alone on stdout."""
+"""The command line: complete help, one clear error and exit 2 for a user's mistake, JSON alone on stdout; an address is
+refused in words wherever a path enters.
+"""
 
 import importlib
 import inspect
@@ -11,21 +13,22 @@ import sys
 import types
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from tiny_experiment import SMALL
+from tiny_experiment import SMALL, points_text, write_points
 
 import jdp
 from jdp.base import machine
 from jdp.cli import main as cli
 from jdp.cli.help import USUAL_KEYS
+from jdp.cli.main import main
 from jdp.cli.options import UsageError, split_overrides, write_file
 from jdp.core.cluster.initialize import is_lost_peer
 from jdp.core.cluster.schedulers import find_cluster
 from jdp.experiment.file import describe
+from jdp.export import export_safetensors, gpt_config_from_hf, import_safetensors
 
 
 @pytest.fixture
@@ -106,9 +109,8 @@ def test_version_shows_what_an_error_report_needs(tmp_path, monkeypatch, capsys)
     for package, version in (("jax_cuda13_plugin", "0.9"), ("nvidia_cudnn_cu13", "9.8.7"), ("nvidia_nccl_cu13", "2.3")):
         info = tmp_path / f"{package}-{version}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\n"
-        )
+        text = f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\n"
+        (info / "METADATA").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["--version"]) == 0
     own = [f"jdp {jdp.__version__}", f"Python {platform.python_version()}", f"jax {jax.__version__}"]
@@ -127,20 +129,14 @@ MISTAKES = {
     "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
     "target of brackets": (["verify", "FILE", "--target", "NESTED:1x8"], "is nested too deeply"),
     "nothing to launch": (["launch", "-n", "2", "x.toml"], "an experiment or a program comes after --; given no --"),
-    "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more processes; given 0"),
+    "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more; given 0"),
+    "launch on none": (
+        ["launch", "-n", "1", "--devices-per-process", "0", "--", "x.py"],
+        "--devices-per-process must be 1 or more; given 0",
+    ),
     "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
-    "launch with wrong steps": (
-        ["launch", "-n", "2", "--", "FILE", "--profile", "60:70"],
-        "from 1 to train.steps = 50",
-    ),
-    "nodes without a place": (
-        ["launch", "-n", "2", "--nodes", "2", "--", "x.py"],
-        "several machines need --node-rank and --coordinator; given --nodes 2 without --node-rank and --coordinator",
-    ),
-    "a place out of range": (
-        ["launch", "-n", "2", "--nodes", "2", "--node-rank", "2", "--coordinator", "h:1", "--", "x.py"],
-        "numbered from 0 to --nodes - 1; given --node-rank 2 of --nodes 2",
-    ),
+    "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "from 1 to train.steps"),
+    "no place": (["launch", "-n", "2", "--nodes", "2", "--", "x.py"], "given --nodes 2 without --node-rank and --c"),
     "launch of too few devices on all nodes": (
         ["launch", "-n", "2", *TWO_NODES, "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
         "data=3, but there are 8 devices",
@@ -248,13 +244,6 @@ def test_overrides_are_parted_from_a_commands_own_arguments():
     assert overrides == {"a.b": "-1", "a.c": "x=y", "seed": "3", "a.e": ""}
 
 
-def platform_chosen(monkeypatch, devices=None):
-    updates: dict[str, Any] = {}
-    monkeypatch.setattr(jax.config, "update", lambda name, value: updates.update({name: value}))
-    machine.choose_platform(devices)
-    return updates
-
-
 @pytest.mark.parametrize(
     ("nvidia", "installed", "environment", "chosen"),
     [
@@ -273,7 +262,10 @@ def test_a_cuda_plugin_needs_a_gpu(monkeypatch, nvidia, installed, environment, 
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert platform_chosen(monkeypatch) == chosen
+    updates: dict[str, str] = {}
+    monkeypatch.setattr(jax.config, "update", lambda name, value: updates.update({name: value}))
+    machine.choose_platform(None)
+    assert updates == chosen
 
 
 def test_visible_gpus_are_those_of_the_environment(monkeypatch):
@@ -300,3 +292,53 @@ def test_a_lost_peer_differs_from_own_faults(monkeypatch):
     assert not is_lost_peer(barrier), "not of the coordination service"
     barrier.__cause__ = jax.errors.JaxRuntimeError("INTERNAL: …")
     assert is_lost_peer(barrier), "as Orbax tells it"
+
+
+WORDS = r"must be on a disk of this machine, given .*(gs|s3):.*: mount it .*outside\.md.*train\.mirror"
+ADDRESSED = {
+    "runs": ["train", "FILE", "--run-dir", "s3://bucket/runs"],
+    "data": ["train", "FILE", "--data.source", "gs://bucket/points.npz"],
+    "an experiment": ["train", "s3://bucket/points.toml"],
+    "a plan's page": ["plan", "FILE", "--target", "cpu:2", "--html", "gs://bucket/plan.html"],
+    "a target": ["plan", "FILE", "--target", "s3://bucket/mine.toml:1x8"],
+    "a report": ["report", "runs/points", "-o", "s3://bucket/report.html"],
+    "logs": ["launch", "-n", "2", "--log-dir", "s3://bucket/logs", "--", "FILE"],
+    "a doctor's folder": ["doctor", "--run-dir", "s3://bucket/runs"],
+}
+
+
+@pytest.fixture
+def points(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_points(tmp_path, points_text("[train]\nsteps = 1\nbatch_size = 8\n"))
+    before = sorted(tmp_path.iterdir())
+    yield path
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("what", ADDRESSED)
+def test_a_command_refuses_it(points, capsys, what):
+    arguments = [str(points) if word == "FILE" else word for word in ADDRESSED[what]]
+    try:
+        code = main(arguments)
+    except SystemExit as exiting:
+        code = exiting.code
+    error = " ".join(capsys.readouterr().err.split())
+    assert code == 2 and "Traceback" not in error and ("s3:" in error or "gs:" in error), (code, error)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("address", ["gs://bucket/x", "s3://bucket/x"])
+def test_a_function_for_disks_refuses_it(points, address, kind):
+    for use in (jdp.save, jdp.restore, export_safetensors, import_safetensors):
+        with pytest.raises(ValueError, match=WORDS):
+            use(kind(address), {"w": jax.numpy.ones(2)})
+    for use in (jdp.Checkpoints, gpt_config_from_hf, jdp.keep_programs):
+        with pytest.raises(ValueError, match=WORDS):
+            use(kind(address))
+
+
+def test_the_cache_is_on_a_disk(points, monkeypatch):
+    monkeypatch.setenv("JDP_CACHE_DIR", "s3://bucket/cache")
+    with pytest.raises(ValueError, match=WORDS):
+        jdp.keep_programs()

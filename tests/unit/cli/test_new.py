@@ -1,12 +1,17 @@
-"""`jdp new` writes an experiment to start from, and says what comes next."""
+"""The experiments that jdp ships are read by their names in any folder; `jdp new` copies one, and says what is next."""
 
+import os
 import tomllib
 
 import pytest
+from paths import EXPERIMENTS
 from tiny_runs import refused
 
+from jdp.cli import launch
 from jdp.cli import main as cli
-from jdp.experiment.file import copied, load, shipped, to_toml
+from jdp.experiment.file import ExperimentError, copied, load, shipped, to_toml
+
+NEED_A_FOLDER = {"finetune_hf_llama", "continue_pretraining", "sft_chat"}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +38,7 @@ def test_the_commands_that_come_next_work(here, capsys):
     assert (here / "runs" / "mine" / "summary.json").is_file()
 
 
-@pytest.mark.parametrize("start", sorted(shipped().keys() - {"finetune_hf_llama", "continue_pretraining", "sft_chat"}))
+@pytest.mark.parametrize("start", sorted(shipped().keys() - NEED_A_FOLDER))
 def test_every_shipped_experiment_can_be_started_from(here, start):
     """As it is, but for the name: paths too, which start at the same folder."""
     assert cli.main(["new", "mine", "--from", start]) == 0
@@ -73,3 +78,53 @@ def test_a_mistake_is_one_error_and_writes_nothing(here, capsys, arguments, expe
     error = refused(capsys, "new", *arguments)
     assert expected in error and error.count("\n") == 1
     assert [file.name for file in here.iterdir()] == ["mine.toml"] and (here / "mine.toml").read_text() == "kept"
+
+
+def refusal(name):
+    with pytest.raises(ExperimentError) as caught:
+        load(name)
+    return str(caught.value)
+
+
+def test_the_files_of_the_clone_are_shipped():
+    assert shipped() == {file.stem: file for file in EXPERIMENTS.glob("*.toml")}
+
+
+@pytest.mark.parametrize("name", sorted({file.stem for file in EXPERIMENTS.glob("*.toml")} - NEED_A_FOLDER))
+def test_a_name_is_the_experiment(name, monkeypatch):
+    """In the clone's folder the paths are the same too; `..` in them is written out."""
+    monkeypatch.chdir(EXPERIMENTS.parent)
+    by_name, by_file = load(name), load(EXPERIMENTS / f"{name}.toml")
+    assert to_toml(by_name) == to_toml(by_file).replace("/experiments/..", "")
+
+
+def test_its_paths_start_at_the_working_directory(here):
+    experiment = load("finetune_lora")
+    assert experiment.train.init_from == str(here / "runs" / "quickstart")
+    for name in NEED_A_FOLDER:
+        assert f"{here / 'llama'} is not on this machine. Download the model first" in refusal(name)
+
+
+def test_a_path_of_that_name_goes_first(here):
+    (here / "quickstart").mkdir()
+    assert refusal("quickstart").startswith("quickstart is a folder, not an experiment file")
+
+
+def test_an_unknown_name_lists_the_shipped_experiments():
+    listed = f"jdp ships {', '.join(shipped())}"
+    assert refusal("nothing") == f"nothing: there is no such file; {listed}: write one of these names, or a TOML file's"
+    assert refusal("gpt2-124m") == f"gpt2-124m: there is no such file; did you mean gpt2_124m? {listed}"
+    assert refusal("experiments/hsdp.toml").endswith("there is no such file; jdp ships one: write hsdp")
+
+
+def test_a_file_without_its_ending_is_suggested(here):
+    (here / "digits.toml").touch()
+    assert "there is no such file; did you mean digits.toml? jdp ships" in refusal("digits")
+
+
+def test_launch_takes_a_name_except_a_commands(here, monkeypatch):
+    assert launch._program(["quickstart", "--train.steps", "2"]) is None
+    command = here / "quickstart"
+    command.touch(0o755)
+    monkeypatch.setenv("PATH", str(here), prepend=os.pathsep)
+    assert launch._program(["quickstart"]) == ["quickstart"]

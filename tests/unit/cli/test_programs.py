@@ -1,5 +1,6 @@
 """`jdp verify` and `jdp plan` of a user's function: what is printed, saved, compared and refused."""
 
+import functools
 import json
 import re
 
@@ -113,9 +114,8 @@ def test_a_baseline_notices_a_line_that_sends_more(program, capsys):
     code, out, _ = verify(capsys, "own_step.py:make_step", "--target", "cpu:8", "--save", "base.json")
     assert code == 0
     saved = read_baseline(program.parent / "base.json")
-    assert [(each.source, each.text) for each in saved.sent] == [
-        ("own_step.py:10", "return jnp.mean(jnp.tanh(x @ w) ** 2)")
-    ]
+    (sent,) = saved.sent
+    assert (sent.source, sent.text) == ("own_step.py:10", "return jnp.mean(jnp.tanh(x @ w) ** 2)")
     assert saved.step_seconds is None  # a CPU's rates are this machine's
     program.write_text("# a comment\n\n" + PROGRAM)
     code, out, _ = verify(capsys, "own_step.py:make_step", "--against", "base.json")  # the baseline's target
@@ -240,14 +240,15 @@ MISTAKES = {
     "a name twice": ("own_step.py:twice", [], r"twice must return .*; given the names 'w': name other arguments than"),
     "too few": ("own_step.py:too_few", [], r"could not be compiled:\n(.*\n)*  TypeError: .* missing \d required"),
     "arguments": ("own_step.py:needs", [], r"given needs, which needs config: give config a default"),
+    "a tolerance alone": (
+        "own_step.py:make_step",
+        ["--tolerance", "3%"],
+        "is for --against; given 3% without",
+    ),
     "a tolerance": ("own_step.py:make_step", ["--tolerance", "2"], "--tolerance is a percentage; given .2.: write 2%"),
     "a key": ("own_step.py:make_step", ["--train.steps", "3"], "--train.steps is for an experiment; given the program"),
     "no baseline": ("own_step.py:make_step", ["--against", "nosuch.json"], "No such file or directory; write it with"),
-    "another JSON": (
-        "own_step.py:make_step",
-        ["--against", "other.json"],
-        "a file of jdp verify; given .* format 2, and 1 is read",
-    ),
+    "another JSON": ("own_step.py:make_step", ["--against", "other.json"], "given .* format 2, and 1 is read"),
     "itself": ("own_step.py:make_step", ["--against", "a.json", "--save", "./a.json"], "--save would replace the base"),
 }
 
@@ -262,8 +263,7 @@ def test_a_mistake_is_one_error(program, capsys, name):
 @pytest.mark.rest
 def test_a_plan_has_a_row_per_target(program, capsys):
     """Each as if it were alone: a function that counts the devices finds the target's."""
-    text = PROGRAM.replace("array((16, 64)", "array((2 * len(devices), 64)")
-    program.write_text(text)
+    program.write_text(PROGRAM.replace("array((16, 64)", "array((2 * len(devices), 64)"))
     assert cli.main(["plan", "own_step.py:without_devices", "--target", "cpu:2,cpu:4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["targets"]
     assert [each["wire_bytes_per_device"] for each in rows] == [64 * 64 * 4, 1.5 * 64 * 64 * 4]
@@ -291,19 +291,13 @@ def baseline(*sent, total=10**9, seconds=1.0, fits=True, target="h100:8x8", jax=
     return Baseline("a.py:f", target, jax, {"data": 64}, sent, held, seconds)
 
 
+SECOND = functools.partial(line, source="a.py:2", text="g(x)")
 CASES = {
     "equal": ([line()], {}, [line()], {}, "equal", []),
     "moved": ([line()], {}, [line(source="a.py:9")], {}, "equal", []),
     "edited": ([line()], {}, [line(text="g(x)", wire=2e6)], {}, "worse", ["sent a device", "all-reduce"]),
     "another kind": ([line()], {}, [line("all-gather")], {}, "worse", ["all-gather"]),
-    "one up, all down": (
-        [line(), line(source="a.py:2", text="g(x)", wire=5e6)],
-        {},
-        [line(wire=2e6), line(source="a.py:2", text="g(x)", wire=1e6)],
-        {},
-        "better",
-        [],
-    ),
+    "one up, all down": ([line(), SECOND(wire=5e6)], {}, [line(wire=2e6), SECOND(wire=1e6)], {}, "better", []),
     "a metric": ([line()], {}, [line(), line(source="a.py:7", text="h", wire=8)], {}, "changed", []),
     "memory": ([], {}, [], {"total": 1.03e9}, "worse", ["held a device"]),
     "time": ([], {}, [], {"seconds": 1.03}, "worse", ["time of a step, simulated"]),

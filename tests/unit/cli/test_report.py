@@ -102,14 +102,7 @@ DAMAGED = {
     "empty metrics": (lambda run: (run / "metrics.jsonl").write_text(""), "No step was logged."),
     "no history": (lambda run: (run / EVENT_LOGS).unlink(), f"There is no {EVENT_LOGS}"),
     "history of anything": (lambda run: (run / EVENT_LOGS).write_text("[]\n{}\nx\n\x00\n"), "There is no"),
-    "an experiment of another version": (
-        lambda run: (run / "experiment.toml").write_text('name = "x"\nnew_key = 1\n'),
-        "new_key",
-    ),
-    "an experiment that is no TOML": (
-        lambda run: (run / "experiment.toml").write_bytes(b"\xff[["),
-        "is not valid TOML",
-    ),
+    "no TOML": (lambda run: (run / "experiment.toml").write_bytes(b"\xff[["), "is not valid TOML"),
 }
 
 
@@ -121,7 +114,7 @@ def test_the_page_of_a_damaged_run(runs, damage, expected, capsys):
     assert expected in text and "What happened" in text
 
 
-@pytest.mark.parametrize("experiment", ['name = "x"\nnew_key = 1\n', "[[", '[model]\nname = "hf:/nowhere"\n'])
+@pytest.mark.parametrize("experiment", ['name = "x"\nnew_key = 1\n', '[model]\nname = "hf:/nowhere"\n'])
 def test_a_failed_compilation_is_explained_on_the_page(runs, experiment):
     (runs / "points" / "experiment.toml").write_text(experiment)
     assert main(["report", "points"]) == 0
@@ -130,13 +123,10 @@ def test_a_failed_compilation_is_explained_on_the_page(runs, experiment):
 
 def test_unknown_devices_are_explained_on_the_page(runs):
     history = runs / "points" / EVENT_LOGS
-    history.write_text(
-        history.read_text().replace('"platform": "cpu", "device": "cpu"', '"platform": "x", "device": "y"')
-    )
+    history.write_text(history.read_text().replace('"device": "cpu"', '"device": "y"').replace('"cpu"', '"x"'))
     assert main(["report", "points"]) == 0
-    assert "the devices of the run are not recorded, or jdp has no description of them; give --target" in text_of(
-        runs / "points" / "report.html"
-    )
+    said = "the devices of the run are not recorded, or jdp has no description of them; give --target"
+    assert said in text_of(runs / "points" / "report.html")
 
 
 def test_the_target_is_the_last_visits_devices(runs):
@@ -161,10 +151,7 @@ def test_the_page_may_be_written_elsewhere(runs, tmp_path):
 
 MISTAKES = {
     "none": ([], "jdp report takes one or more runs; given none"),
-    "nowhere": (
-        ["nowhere"],
-        "a run is a folder with an experiment.toml, or its name in runs; given nowhere: there is no such",
-    ),
+    "nowhere": (["nowhere"], "an experiment.toml, or its name in runs; given nowhere: there is no such"),
     "misspelt": (["pints"], "did you mean runs/points?"),
     "a folder that is no run": (["runs"], "given runs: it has no experiment.toml; runs has points"),
     "twice": (["points", "runs/points"], "given one twice, runs/points and runs/points"),

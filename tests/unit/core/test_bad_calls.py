@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import jdp
 from jdp.base.errors import UserError
@@ -79,6 +80,10 @@ CALLS = {
     "init is a class": (lambda: state(nnx.Linear), INIT_IS + r"Linear\(self, in_features"),
     "init of nothing": (lambda: jdp.init(lambda: 0, plan(), rng=KEY), INIT_IS + r"<lambda>\(\)\. Write a function of"),
     "init of an optimizer's state": (lambda: jdp.init(TX.init(0), plan(), of={}), "given a tuple.*tx.init, plan, of="),
+    "integers to train": (lambda: state(lambda rng: {"t": jnp.zeros(8, "int8")}), r"floating point.*; t is int8\."),
+    "a leaf that is no array": (lambda: state(lambda rng: {"dtype": jnp.float32}), "holds arrays only"),
+    "a tree without arrays": (lambda: state(lambda rng: {}), "must have parameters: .*given one without"),
+    "a module without": (lambda: state(lambda rng: nnx.Dropout(0.1, rngs=nnx.Rngs(rng))), "given one without"),
     "init and tx exchanged": (lambda: state(TX, params), f"{INIT_IS}a Grad.*in this order: {INIT_STATE}"),
     "tx and plan exchanged": (
         lambda: jdp.init_state(params, plan(), TX, rng=KEY),
@@ -104,6 +109,12 @@ CALLS = {
     "rng is several keys": (lambda: state(rng=jax.random.split(KEY)), r"rng is one key, .*; given keys of shape \[2\]"),
     "wrt is a number": (lambda: state(linear, wrt=3), r"`wrt` is None, a path pattern .*; given 3"),
     "accumulate is a float": (lambda: step(accumulate=2.0), "accumulate is .*; given 2.0. Give an integer"),
+    "rows that are columns": (
+        lambda: state(
+            tx=jdp.muon(0.1, muon_weight_dimension_numbers={"w": MuonDimensionNumbers(0, 0), "lora_a": None})
+        ),
+        "different dimensions as rows and columns",
+    ),
     "decay is text": (lambda: jdp.with_ema(TX, "x"), r"decay of a moving average is a number in \[0, 1\); given 'x'"),
     "rate is None": (lambda: jdp.warmup(None, 3), "rate is a number, or an optax schedule.*; given None"),
     "a precision that is not known": (

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trainings import plan_of
 
 import jdp
 from jdp.base.notices import _said
@@ -14,6 +15,15 @@ from jdp.core.compiling.options import Compiler
 from jdp.foresight.targets.resolve import target
 
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+BATCH = {"x": np.ones((8, 4), "f")}
+
+
+def loss(params, batch, rng):
+    return jnp.square(batch["x"] @ params["w"]).mean()
+
+
+def state_on(plan):
+    return jdp.init_state(lambda rng: {"w": jnp.ones((4, 4))}, optax.sgd(0.1), plan, rng=jax.random.key(0))
 
 
 @pytest.mark.aot
@@ -33,22 +43,16 @@ def test_each_platform_takes_its_own_options(capfd):
 
 
 def test_a_value_that_xla_refuses_is_one_error():
-    mesh = jdp.make_mesh(devices=jax.devices()[:2], data=2)
+    mesh = jdp.make_mesh()
     with pytest.raises(ValueError, match="xla_cpu_enable_fast_math takes true or false; given 1"):
         Compiler.of({"xla_cpu_enable_fast_math": 1}).for_mesh(mesh)
     assert Compiler.of({"xla_cpu_enable_fast_math": True}).for_mesh(mesh), "1, which equals it, was refused"
 
 
 def test_steps_are_compiled_with_their_options(tmp_path):
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1))
-    state = jdp.init_state(lambda _: {"w": jnp.ones((8, 4))}, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    batch = {"x": np.ones((4, 8), "float32")}
-
-    def loss(params, batch, rng):
-        return jnp.mean(jnp.tanh(batch["x"] @ params["w"]) ** 2)
-
+    plan = plan_of(devices=1)
     for make, name in ((jdp.make_eval_step, "eval_step"), (jdp.make_train_step, "train_step")):
-        make(loss, plan, compiler={"xla_dump_to": str(tmp_path)})(state, batch)
+        make(loss, plan, compiler={"xla_dump_to": str(tmp_path)})(state_on(plan), BATCH)
         assert list(tmp_path.glob(f"*jit_{name}*")), name
 
 
@@ -68,17 +72,14 @@ def test_auto_is_overlap_on_several_gpus(capfd):
 
 def test_a_nested_step_leaves_its_options(capfd):
     """Whatever of state and batch is traced: nothing of them where both are closed over."""
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2], data=2))
-    state = jdp.init_state(lambda rng: {"w": jnp.ones((4, 4))}, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    options = {"xla_cpu_enable_fast_math": False}
-    loss = lambda params, batch, rng: ((batch["x"] @ params["w"]) ** 2).mean()  # noqa: E731
+    plan = plan_of(devices=2)
+    state, options = state_on(plan), {"xla_cpu_enable_fast_math": False}
     step = jdp.make_train_step(loss, plan, compiler=options, donate=False, check_loss=False)
-    batch = {"x": np.ones((8, 4), "f")}
     _said.clear()
-    alone = step(state, batch)[1]["loss"]
+    alone = step(state, BATCH)[1]["loss"]
     assert "are left out" not in capfd.readouterr().err
-    assert jax.jit(step)(state, batch)[1]["loss"] == alone
-    assert jax.jit(lambda x: x * step(state, batch)[1]["loss"])(1.0) == alone
-    assert jax.grad(lambda p: step(dataclasses.replace(state, params=p), batch)[1]["loss"])(state.params)["w"].any()
+    assert jax.jit(step)(state, BATCH)[1]["loss"] == alone
+    assert jax.jit(lambda x: x * step(state, BATCH)[1]["loss"])(1.0) == alone
+    assert jax.grad(lambda p: step(dataclasses.replace(state, params=p), BATCH)[1]["loss"])(state.params)["w"].any()
     assert capfd.readouterr().err.count("its own are left out") == 1
-    assert step(step(state, batch)[0], batch)[1]["loss"] < alone
+    assert step(step(state, BATCH)[0], BATCH)[1]["loss"] < alone

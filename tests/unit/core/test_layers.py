@@ -1,6 +1,7 @@
 """The layer loop: one maths for scanned, unrolled and plain layers, and under ZeRO-3 one layer gathered at a time."""
 
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,11 @@ import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
+from trainings import abstract_step, assert_close, plan_of
 
 import jdp
+from jdp.core.reading.jaxprs import every_eqn
 from jdp.foresight.program.collectives import collectives
 
 LAYERS, WIDTH = 3, 16
@@ -47,33 +49,23 @@ def plain_loop():
     return value_and_grads(loop)
 
 
-def close(got, want):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+@pytest.mark.parametrize(
+    ("container", "remat"),
+    [
+        *((dict, remat) for remat in (None, "full", "dots", jax.checkpoint_policies.dots_with_no_batch_dims_saveable)),
+        *((list, None), (list, "full"), (nnx.List, "dots")),
+    ],
+)
+def test_scanned_layers_are_the_plain_loop(container, remat):
+    """Stacked layers, and lists of them."""
 
-
-@pytest.mark.parametrize("remat", [None, "full", "dots", jax.checkpoint_policies.dots_with_no_batch_dims_saveable])
-def test_scanned_layers_are_the_plain_loop(remat):
-    close(value_and_grads(lambda layers, x: jdp.scan_layers(block, layers, x, remat=remat)), plain_loop())
-
-
-@pytest.mark.parametrize(("container", "remat"), [(list, None), (list, "full"), (nnx.List, "dots")])
-def test_unrolled_layers_are_the_plain_loop(container, remat):
     def loop(layers, x):
-        return jdp.scan_layers(block, container(unstacked(layers)), x, remat=remat)
+        return jdp.scan_layers(block, layers if container is dict else container(unstacked(layers)), x, remat=remat)
 
-    close(value_and_grads(loop), plain_loop())
+    assert_close(value_and_grads(loop), plain_loop())
 
 
 # What the backward pass keeps.
-
-
-def primitives(jaxpr, name, inside=()):
-    """(enclosing higher-order primitives) of every equation called `name`, through all jaxprs inside."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == name:
-            yield inside
-        for inner in jaxprs_in_params(eqn.params):
-            yield from primitives(inner, name, (*inside, eqn.primitive.name))
 
 
 def marking(layer, x):
@@ -99,11 +91,9 @@ def test_remat_decides_which_values_are_computed_again(remat, products, tanhs, s
 
     layers, x = stacked() if scanned else [jax.tree.map(lambda leaf: leaf[0], stacked())], jnp.ones((4, WIDTH))
     gradients = jax.grad(loss, argnums=(0, 1))
-    jaxpr = jax.make_jaxpr(gradients)(layers, x).jaxpr
-    counts = [len(list(primitives(jaxpr, name))) for name in ("dot_general", "tanh")]
-    assert counts == [products, tanhs]
-    same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)  # of values up to 36
-    jax.tree.map(same, gradients(layers, x), gradients(layers, x, None))
+    counts = Counter(eqn.primitive.name for eqn in every_eqn(jax.make_jaxpr(gradients)(layers, x).jaxpr))
+    assert (counts["dot_general"], counts["tanh"]) == (products, tanhs)
+    assert_close(gradients(layers, x), gradients(layers, x, None), atol=1e-5)  # of values up to 36
 
 
 X, LINEAR = jnp.ones((4, WIDTH)), nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -151,35 +141,25 @@ def loss_with(loop):
     return loss_fn
 
 
-def plan_of(strategy, **settings):
-    return jdp.Plan(jdp.make_mesh(), strategy, min_shard_size=64, **settings)
+zero3 = functools.partial(plan_of, "zero3", min_shard_size=64)
 
 
 def init(rng):
     return {"layers": stacked(rng)}
 
 
-def abstract(plan, init=init):
-    return jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
-
-
-def weights_moved(step, state):
-    """(kind, payload bytes, loops) of every collective that carries a weight, biases and scalars left out."""
-    found = collectives(step.compile(state, BATCH).as_text())
-    return sorted((c.kind, c.payload_bytes, c.loops) for c in found if c.payload_bytes >= LAYER_BYTES)
-
-
 def test_zero3_under_auto_gathers_each_layer_twice():
     """In the loop, forward and backward. Under manual: `test_traced_collectives`."""
-    loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers, x))
-    plan, count = plan_of("zero3"), 8
-    loops = (count,)
-    step = jdp.make_train_step(loss_fn, plan, partitioning="auto", check_loss=False)
-    moved = weights_moved(step, abstract(plan, lambda rng: {"layers": stacked(rng, count)}))
-    assert [m for m in moved if m[0] == "all-gather"] == [("all-gather", LAYER_BYTES, loops)] * 2
-    reductions = [m for m in moved if m[0] != "all-gather"]  # XLA:CPU makes an all-reduce of it, with the bias combined
-    assert [(kind, loops) for kind, _, loops in reductions] == [("all-reduce", loops)]
-    assert reductions[0][1] <= LAYER_BYTES + 4 * WIDTH
+    loss_fn, count = loss_with(functools.partial(jdp.scan_layers, block)), 8
+    init = lambda rng: {"layers": stacked(rng, count)}  # noqa: E731
+    step, state = abstract_step(loss_fn, init, optax.sgd(0.1), zero3(), partitioning="auto")
+    found = collectives(step.compile(state, BATCH).as_text())
+    moved = [each for each in found if each.payload_bytes >= LAYER_BYTES]  # biases and scalars left out
+    assert [each.loops for each in moved] == [(count,)] * 3
+    gathers = [each.payload_bytes for each in moved if each.kind == "all-gather"]
+    assert gathers == [LAYER_BYTES] * 2
+    [reduction] = [each for each in moved if each.kind == "all-reduce"]  # as XLA:CPU scatters, with the bias combined
+    assert reduction.payload_bytes <= LAYER_BYTES + 4 * WIDTH
 
 
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
@@ -187,7 +167,7 @@ def test_weights_changed_outside_the_block_are_reported(partitioning, reported):
     def loop(layers, x):
         return jdp.scan_layers(block, layers | {"w": layers["w"] * 2}, x)
 
-    plan = plan_of("zero3")
+    plan = zero3()
     step = jdp.make_eval_step(loss_with(loop), plan, partitioning=partitioning, check_loss=False)
     state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
@@ -207,11 +187,9 @@ def test_weights_sharded_over_layers_name_a_rule(reported):
         return {"layers": {"w": jnp.zeros((layers, WIDTH, WIDTH)), "b": jnp.zeros((layers, WIDTH))}}
 
     def trace(rules):
-        plan = plan_of("zero3", rules=rules)
-        loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers, x))
-        jax.eval_shape(
-            jdp.make_train_step(loss_fn, plan, partitioning="manual", check_loss=False), abstract(plan, wide), BATCH
-        )
+        loss_fn = loss_with(functools.partial(jdp.scan_layers, block))
+        step, state = abstract_step(loss_fn, wide, optax.sgd(0.1), zero3(rules=rules), partitioning="manual")
+        jax.eval_shape(step, state, BATCH)
 
     trace([("layers/b", P(None, "data"))])
     assert not any("gathered for the whole step" in line for line in reported())

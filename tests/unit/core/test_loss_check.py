@@ -10,11 +10,12 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from trainings import assert_close, plan_of, train
 
 import jdp
 
 ROWS, WIDTH = 32, 8
-MESH = jdp.make_mesh(devices=jax.devices()[:4])
+PLAN = plan_of("zero1", 4)
 RATE = 0.5
 
 
@@ -23,10 +24,11 @@ def init(rng):
     return {"w": jnp.asarray(values, jnp.float32), "scale": jnp.ones(WIDTH)}
 
 
-def batch_of(rows=ROWS):
+def batch_of():
     random = np.random.default_rng(1)
-    weight = random.integers(0, 4, rows).astype(np.float32)
-    return {"x": random.normal(size=(rows, WIDTH)).astype(np.float32), "weight": weight}
+    weight = random.integers(0, 4, ROWS).astype(np.float32)
+    x = random.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    return {"x": x, "weight": weight, "group": random.permutation(ROWS) // 2}
 
 
 def outputs(params, batch):
@@ -41,19 +43,17 @@ def penalty(params):
     return 0.1 * jnp.square(params["w"]).sum()
 
 
-def one_step(loss, settings, init=init, batch=None, strategy="zero1", mesh=MESH):
-    """The step, the parameters before and after it, and its metrics."""
-    plan = jdp.Plan(mesh, strategy, min_shard_size=8)
-    step = jdp.make_train_step(loss, plan, **settings)
-    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
-    before = jax.device_get(state.params)
-    state, metrics = step(state, batch_of() if batch is None else batch)
-    return step, before, jax.device_get(state.params), metrics
+def one_step(loss, settings, init=init, plan=PLAN, batch=None):
+    """The step, after it was tried and taken, its parameters, and its metrics."""
+    batches = [batch_of() if batch is None else batch]
+    step, state, [metrics] = train(loss, init, optax.sgd(RATE), plan, batches, check_loss=True, **settings)
+    return step, jax.device_get(state.params), metrics
 
 
 def check_equals_whole_batch(loss, settings):
     """A step's loss and update are those of Σtotal / Σweight on the whole batch."""
-    _, before, after, metrics = one_step(loss, settings)
+    step, after, metrics = one_step(loss, settings)
+    before = init(None)
 
     def objective(params):
         value = loss(params, batch_of(), jax.random.key(0))
@@ -61,11 +61,8 @@ def check_equals_whole_batch(loss, settings):
 
     expected, gradient = jax.jit(jax.value_and_grad(objective))(before)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
-    for name in before:
-        np.testing.assert_allclose(after[name], before[name] - RATE * gradient[name], rtol=1e-5, atol=1e-5)
-
-
-# Terms that are no sum over examples.
+    assert_close(after, jax.tree.map(lambda p, g: p - RATE * g, before, gradient), atol=1e-5)
+    return step
 
 
 def with_penalty(params, batch, rng):
@@ -103,9 +100,6 @@ def test_a_penalty_times_the_weight_counts_once():
     check_equals_whole_batch(weighed, {"accumulate": 2, "partitioning": "manual"})
 
 
-# Losses that mix examples.
-
-
 def contrastive(params, batch, rng):
     """Each row against all others of the batch (InfoNCE, arXiv:1807.03748)."""
     z = outputs(params, batch)
@@ -138,13 +132,19 @@ def mean_of_weighted_rows(params, batch, rng):
     return jdp.Loss(squares(params, batch) / batch["weight"].sum() * rows, jnp.float32(rows))
 
 
+def grouped(params, batch, rng):
+    """Two rows of a group, such as a query: few of the rows that are tried share one."""
+    y, same = outputs(params, batch).sum(axis=1), batch["group"][:, None] == batch["group"]
+    return jdp.Loss((same * jnp.square(y[:, None] - y)).sum(), len(y))
+
+
 def mixup(params, batch, rng):
     x = 0.6 * batch["x"] + 0.4 * batch["x"][jax.random.permutation(rng, batch["x"].shape[0])]
     return jdp.Loss(jnp.square(outputs(params, {**batch, "x": x}) - 1).sum(), jnp.float32(len(x)))
 
 
-def on_the_whole_batch(loss, params, rows=ROWS):
-    value = jax.jit(loss)(jax.device_get(params), batch_of(rows), jax.random.key(0))
+def on_the_whole_batch(loss):
+    value = jax.jit(loss)(init(None), batch_of(), jax.random.key(0))
     return value.total / value.weight
 
 
@@ -155,13 +155,13 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("loss", [normalised, *FOUND], ids=lambda loss: loss.__name__)
-@pytest.mark.default_ids("contrastive", "at_least_one")
+@pytest.mark.parametrize("loss", [normalised, grouped, *FOUND], ids=lambda loss: loss.__name__)
+@pytest.mark.default_ids("contrastive", "at_least_one", "grouped")
 def test_mixing_losses_see_all_rows_or_are_refused(loss):
-    step, before, _, metrics = one_step(loss, {})
+    step, _, metrics = one_step(loss, {})
     assert step.partitioning == "auto" and "the loss returns jdp.Loss, but " in step.why
     if loss is not mixup:
-        np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(loss, before), rtol=1e-5)
+        np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(loss), rtol=1e-5)
     for settings in ({"accumulate": 2}, {"partitioning": "manual"}):
         with pytest.raises(ValueError, match=f"must be a sum over rows.*{FOUND.get(loss, 'rows')}"):
             one_step(loss, settings)
@@ -175,10 +175,10 @@ def test_values_that_hide_what_rows_do_hide_nothing(is_traced):
     def init_with_head(rng):
         return {**init(rng), "head": jnp.zeros(WIDTH), "last": jnp.zeros(WIDTH), "gate": jnp.zeros(())}
 
-    plan, batch = jdp.Plan(MESH), {**batch_of(), "weight": np.ones(ROWS, np.float32)}
-    params = jdp.init(init_with_head, plan, rng=jax.random.key(0))
+    batch = {**batch_of(), "weight": np.ones(ROWS, np.float32)}
+    params = jdp.init(init_with_head, PLAN, rng=jax.random.key(0))
     for loss in (zero_block, mean_of_weighted_rows):
-        gradient = jdp.value_and_grad(loss, plan, accumulate=2)
+        gradient = jdp.value_and_grad(loss, PLAN, accumulate=2)
         with pytest.raises(ValueError, match=r"must be a sum over rows.*change the part of rows"):
             (jax.jit(gradient) if is_traced else gradient)(params, batch, jax.random.key(0))
 
@@ -189,10 +189,11 @@ def by_place(params, batch, rng):
 
 
 def test_losses_that_read_row_numbers_mix_rows():
-    """No row changes another's part; in another order the sum is another."""
-    step, before, _, metrics = one_step(by_place, {})
+    """No row changes another's part; in another order the sum is another. A program takes float64 as float32."""
+    step, _, metrics = one_step(by_place, {}, batch=jax.tree.map(np.float64, batch_of()))
     assert step.partitioning == "auto" and "of the same rows in the opposite order" in step.why
-    np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(by_place, before), rtol=1e-5)
+    assert "drawn values" not in step.why
+    np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(by_place), rtol=1e-5)
 
 
 @pytest.mark.rest
@@ -202,15 +203,12 @@ def test_a_batch_of_another_form_is_tried_anew():
     def loss(params, batch, rng):
         return (contrastive if "other" in batch else weighed)(params, batch | {"weight": batch["x"][:, 0] ** 2}, rng)
 
-    plan, first = jdp.Plan(MESH), {"x": batch_of()["x"], "one": np.ones(ROWS, np.float32)}
-    step = jdp.make_train_step(loss, plan)
-    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
-    state, _ = step(state, first)
+    first = {"x": batch_of()["x"], "one": np.ones(ROWS, np.float32)}
+    step, state, _ = train(loss, init, optax.sgd(0.0), PLAN, [first], check_loss=True)
     assert step.partitioning == "manual"
-    expected = on_the_whole_batch(contrastive, state.params)
-    state, metrics = step(state, {"x": first["x"], "other": first["one"]})
+    _, metrics = step(state, {"x": first["x"], "other": first["one"]})
     assert step.partitioning == "auto"
-    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(contrastive), rtol=1e-5)
 
 
 class Codebook(nnx.Module):
@@ -267,6 +265,11 @@ class Linen(nn.Module):
         return nn.BatchNorm(use_running_average=not train)(nn.Dense(WIDTH)(x))
 
 
+def weighted(y, batch):
+    """Squares of normalised columns have the same sum, whatever the rows are: weights make it depend on them."""
+    return jdp.Loss((jnp.square(y - 1) * batch["weight"][:, None]).sum(), batch["weight"].sum())
+
+
 def of_linen(rng):
     return nnx.bridge.ToNNX(Linen(), rngs=nnx.Rngs(rng)).lazy_init(jnp.ones((1, WIDTH)))
 
@@ -280,37 +283,36 @@ def test_mixing_in_training_alone_sees_whole_microbatches(make, accumulate):
 
     def loss(model, batch, rng):
         keywords = {} if isinstance(model, Centred) else {"train": rng is not None, "mutable": ["batch_stats"]}
-        return jdp.Loss(jnp.square(model(batch["x"], **keywords) - 1).sum(), jnp.float32(len(batch["x"])))
+        return weighted(model(batch["x"], **keywords), batch)
 
-    alone = jdp.make_mesh(devices=jax.devices()[:1])
-    (step, *_, many), (*_, one) = (one_step(loss, {"accumulate": accumulate}, init=make, mesh=m) for m in (MESH, alone))
+    plans = PLAN, plan_of("zero1", 1)
+    (step, *_, many), (*_, one) = (one_step(loss, {"accumulate": accumulate}, make, plan) for plan in plans)
     assert step.partitioning == "auto"
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
     with pytest.raises(ValueError, match="must be a sum over rows, and draw by row; "):
-        one_step(loss, {"partitioning": "manual"}, init=make)
+        one_step(loss, {"partitioning": "manual"}, make)
 
 
 @pytest.mark.rest
 def test_a_refusal_says_how_batch_norms_accumulate():
     """Of linen alone, with statistics in aux, and always in training mode."""
-    model, plan = Linen(), jdp.Plan(MESH, min_shard_size=8)
+    model = Linen()
     variables = jax.device_get(model.init(jax.random.key(0), jnp.ones((1, WIDTH))))
 
     def linen(params, batch, rng):
         y, changes = model.apply({**variables, "params": params}, batch["x"], train=True, mutable=["batch_stats"])
-        return jdp.Loss(jnp.square(y - 1).sum(), jnp.float32(len(y))), changes
+        return weighted(y, batch), changes
 
     def always_training(model, batch, rng):
-        y = model(batch["x"], train=True, mutable=["batch_stats"])
-        return jdp.Loss(jnp.square(y - 1).sum(), jnp.float32(len(y)))
+        return weighted(model(batch["x"], train=True, mutable=["batch_stats"]), batch)
 
-    params = jdp.place(variables["params"], plan)
+    params = jdp.place(variables["params"], PLAN)
     for loss, settings in ((lambda *given: linen(*given)[0], {}), (linen, {"has_aux": True})):
         for asked in ({"accumulate": 2}, {"partitioning": "manual"}):
             with pytest.raises(ValueError, match=r"wrap the model in nnx\.bridge\.ToNNX"):
-                jdp.value_and_grad(loss, plan, **settings, **asked)(params, batch_of(), jax.random.key(0))
+                jdp.value_and_grad(loss, PLAN, **settings, **asked)(params, batch_of(), jax.random.key(0))
     with pytest.raises(ValueError, match="train=rng is not None"):
-        one_step(always_training, {"accumulate": 2}, init=of_linen)
+        one_step(always_training, {"accumulate": 2}, of_linen)
 
 
 def weighted_mean(params, batch, rng):
@@ -318,8 +320,7 @@ def weighted_mean(params, batch, rng):
 
 
 def test_a_scalar_sees_all_rows():
-    check_equals_whole_batch(weighted_mean, {})
-    assert one_step(weighted_mean, {})[0].why == (
+    assert check_equals_whole_batch(weighted_mean, {}).why == (
         "the loss returns a scalar, the mean over the rows that it sees, so it sees all rows"
     )
     with pytest.raises(ValueError, match=r"accumulate=2 calls the loss on 2 .*`return jdp.Loss\(total, weight\)`"):
@@ -328,11 +329,11 @@ def test_a_scalar_sees_all_rows():
 
 @pytest.mark.rest
 def test_losses_over_tracers_cannot_be_tried():
-    plan, params = jdp.Plan(MESH), jdp.init(init, jdp.Plan(MESH), rng=jax.random.key(0))
+    params = jdp.init(init, PLAN, rng=jax.random.key(0))
 
     def gradient(params, scale, settings):
         loss = lambda params, batch, rng: jdp.Loss(scale * squares(params, batch), batch["weight"].sum())  # noqa: E731
-        return jdp.value_and_grad(loss, plan, **settings)(params, batch_of(), jax.random.key(0))
+        return jdp.value_and_grad(loss, PLAN, **settings)(params, batch_of(), jax.random.key(0))
 
     metrics, _ = jax.jit(lambda p, s: gradient(p, s, {}))(params, 2.0)
     expected = 2 * float(weighted_mean(jax.device_get(params), batch_of(), None))
@@ -343,14 +344,16 @@ def test_losses_over_tracers_cannot_be_tried():
 
 def test_an_evaluation_over_microbatches_is_checked_too():
     """The check can be turned off: then the loss is another."""
-    plan = jdp.Plan(MESH)
-    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
-    expected = on_the_whole_batch(contrastive, state.params)
-    evaluate = lambda **settings: jdp.make_eval_step(contrastive, plan, **settings)(state, batch_of())["loss"]  # noqa: E731
+    state = jdp.init_state(init, optax.sgd(RATE), PLAN, rng=jax.random.key(3))
+    expected = on_the_whole_batch(contrastive)
+    evaluate = lambda **settings: jdp.make_eval_step(contrastive, PLAN, **settings)(state, batch_of())["loss"]  # noqa: E731
     np.testing.assert_allclose(evaluate(), expected, rtol=1e-5)
     with pytest.raises(ValueError, match="must be a sum over rows"):
         evaluate(accumulate=2)
     assert abs(evaluate(accumulate=2, check_loss=False) - expected) > 0.1
+    with pytest.raises(TypeError) as caught:
+        jdp.make_eval_step(lambda params, batch, rng: jax.random.normal(rng), PLAN)(state, batch_of())
+    assert "rng=None in an evaluation" in " ".join(caught.value.__notes__)
 
 
 def test_every_step_is_checked_once():
@@ -361,16 +364,10 @@ def test_every_step_is_checked_once():
         calls.append(1)
         return weighed(params, batch, rng)
 
-    plan = jdp.Plan(MESH)
-    step = jdp.make_train_step(counted, plan, accumulate=2)
-    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
-    state, _ = step(state, batch_of())
+    step, state, _ = train(counted, init, optax.sgd(RATE), PLAN, [batch_of()], accumulate=2, check_loss=True)
     first = len(calls)
     step(state, batch_of())
     assert first > 0 and len(calls) == first
-
-
-# Axes, constraints, dtypes.
 
 
 def test_naming_batch_axes_outside_manual_is_explained():
@@ -383,17 +380,13 @@ def test_naming_batch_axes_outside_manual_is_explained():
 
 def test_a_constraint_on_the_batch_axes_takes_auto():
     def constrained(params, batch, rng):
-        x = jax.lax.with_sharding_constraint(batch["x"], jax.NamedSharding(MESH, jax.P("data")))
+        x = jax.lax.with_sharding_constraint(batch["x"], jax.NamedSharding(PLAN.mesh, jax.P("data")))
         return jdp.Loss(squares(params, {**batch, "x": x}), batch["weight"].sum())
 
-    check_equals_whole_batch(constrained, {"accumulate": 2})
-    step, *_ = one_step(constrained, {"accumulate": 2})
+    step = check_equals_whole_batch(constrained, {"accumulate": 2})
     assert step.partitioning == "auto" and f"it shards over the axes of the batch at {__file__}" in step.why
     with pytest.raises(ValueError, match="it shards over the axes of the batch"):
         one_step(constrained, {"partitioning": "manual"})
-
-
-# Norms and optimizers.
 
 
 @pytest.mark.parametrize(("clip_norm", "taken"), [(1.0, True), (None, False)])
@@ -403,21 +396,21 @@ def test_a_huge_finite_gradient_has_a_finite_norm(clip_norm, taken):
     def huge(params, batch, rng):
         return jdp.Loss((params["scale"] * 1e25).sum() * batch["weight"].sum(), batch["weight"].sum())
 
-    _, before, after, metrics = one_step(huge, {"clip_norm": clip_norm})
+    _, after, metrics = one_step(huge, {"clip_norm": clip_norm})
     np.testing.assert_allclose(metrics["grad_norm"], 1e25 * np.sqrt(WIDTH), rtol=1e-6)
     assert metrics["skipped"] == (0 if taken else 1)
     moved = RATE / np.sqrt(WIDTH) if taken else 0
-    np.testing.assert_allclose(before["scale"] - after["scale"], moved, rtol=1e-6)
+    np.testing.assert_allclose(1 - after["scale"], moved, rtol=1e-6)
 
 
 def test_a_metric_that_is_no_sum_is_reported(capsys):
     def with_metrics(params, batch, rng):
-        each = (batch["x"] @ params["w"]) ** 2 if "w" in params else jnp.square(batch["x"]).sum(-1)
-        each = each.reshape(len(batch["x"]), -1).sum(-1)
-        metrics = {"sum": each.sum(), "largest": each.max(), "pair": (each.sum(), jnp.float32(len(each)))}
+        each = jnp.square(outputs(params, batch)).sum(-1)
+        metrics = {"sum": each.sum(), "largest": each.max(), "mean": each.mean()}
+        metrics["pair"] = each.sum(), jnp.float32(len(each))
         return jdp.Loss(squares(params, batch), batch["weight"].sum(), metrics)
 
     one_step(with_metrics, {"accumulate": 2})
     said = capsys.readouterr().err
-    assert "metric 'largest' is no sum over rows" in said
+    assert "metric 'largest' is no sum over rows" in said and "metric 'mean' is no sum over rows" in said
     assert "metric 'sum'" not in said and "metric 'pair'" not in said

@@ -6,11 +6,12 @@ import pytest
 from loss_entries import Entry
 from losses_that_mix import MIXES
 from losses_that_sum import SUMS
+from trainings import plan_of
 
 import jdp
 
 ROWS = 8
-PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2]), min_shard_size=8)
+PLAN = plan_of("ddp", 2)
 
 
 def tried(each: Entry):

@@ -10,29 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from described_gpus import WITHOUT_TRITON
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from judged import judged
 from plain_layers import init_layers, layers_loss, tokens_of
+from trainings import abstract_step, plan_of, train
 
 import jdp
 from jdp.foresight.targets.resolve import target
 
 SIZES = {"data": 4, "model": 2}
-
-
+ADAM = optax.adam(1e-2)
 PLAIN = [("layers/up", P(None, None, "model")), ("layers/down", P(None, "model", None)), ("embed", P("model", None))]
 """Rules after Megatron-LM (arXiv:1909.08053, section 3): columns in, rows out; the vocabulary of the embedding."""
 
 
-def train(plan, init, loss, batches, partitioning):
-    """The state after these batches, and the losses."""
-    state = jdp.init_state(init, optax.adam(1e-2), plan, rng=jax.random.key(0))
-    step, found = jdp.make_train_step(loss, plan, partitioning=partitioning, check_loss=False), []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
-    return state, found
+def trained_as_one_device(init, loss, batches, rules, partitioning):
+    """The parameters after these batches under zero3; the losses were those of one device."""
+    ends = []
+    for plan in (plan_of("zero3", **SIZES, rules=rules, min_shard_size=16), plan_of("ddp", 1)):
+        _, state, measured = train(loss, init, ADAM, plan, batches, partitioning=partitioning)
+        ends.append((state, [float(metrics["loss"]) for metrics in measured]))
+    (state, found), (_, expected) = ends
+    np.testing.assert_allclose(found, expected, rtol=1e-5)  # float32 sums in another order, three steps
+    return state.params
 
 
 @pytest.mark.rest
@@ -50,17 +52,11 @@ def test_dimensions_cut_twice_are_joined_in_order():
         return jdp.Loss(((hidden @ params["v"]) ** 2).sum(), jnp.float32(batch["x"].shape[0]))
 
     batches = [{"x": np.random.default_rng(i).normal(size=(16, 15)).astype(np.float32)} for i in range(3)]
-    plan = jdp.Plan(jdp.make_mesh(**SIZES), "zero3", rules=rules, min_shard_size=16)
-    state, got = train(plan, init, loss, batches, "manual")
-    _, expected = train(jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1])), init, loss, batches, "manual")
-    np.testing.assert_allclose(got, expected, rtol=1e-5)  # float32 sums in another order, three steps
+    params = trained_as_one_device(init, loss, batches, rules, "manual")
     specs = {"w": P(None, ("model", "data")), "b": P(("model", "data")), "v": P(("model", "data"))}
     for name, spec in specs.items():
-        leaf = state.params[name]
+        leaf = params[name]
         assert leaf.sharding.is_equivalent_to(jax.sharding.NamedSharding(leaf.sharding.mesh, spec), leaf.ndim)
-
-
-# The model's own metadata
 
 
 class Feed(nnx.Module):
@@ -95,8 +91,8 @@ def stacked_by(how):
     return Stack
 
 
-def places_of(init, strategy="zero3", rules=(), **axes):
-    plan = jdp.Plan(jdp.make_mesh(**(axes or SIZES)), strategy, rules=rules, min_shard_size=16)
+def places_of(init, rules=()):
+    plan = plan_of("zero3", **SIZES, rules=rules, min_shard_size=16)
     state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
     return {place.path: place for place in plan.placements(state)}
 
@@ -148,8 +144,7 @@ def test_linen_boxes_are_metadata_too():
         places = places_of(init)
         assert places["params/Dense_0/kernel"].compute == P(None, "model")
         assert places["params/Dense_1/kernel"].compute == P("model", None)
-        plan = jdp.Plan(jdp.make_mesh(**SIZES), "zero1", min_shard_size=16)
-        state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+        state = jdp.init_state(init, ADAM, plan_of("zero1", **SIZES), rng=jax.random.key(0))
     assert all(isinstance(leaf, jax.Array) for leaf in state.params["Dense_0"].values())
     assert state.params["Dense_0"]["kernel"].sharding.spec == P("data", "model")
 
@@ -159,11 +154,8 @@ def test_self_sharding_models_equal_one_device():
     init = lambda rng: stacked_by("named")(nnx.Rngs(rng))  # noqa: E731
     loss = lambda model, batch, rng: jdp.Loss(jnp.square(model(batch["x"])).sum(), len(batch["x"]))  # noqa: E731
     batches = [{"x": np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)}] * 3
-    plan = jdp.Plan(jdp.make_mesh(**SIZES), "zero3", min_shard_size=16)
-    state, got = train(plan, init, loss, batches, "auto")
-    _, expected = train(jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1])), init, loss, batches, "auto")
-    np.testing.assert_allclose(got, expected, rtol=1e-5)  # float32 sums in another order, three steps
-    assert state.params["layers"]["up"]["kernel"].sharding.spec == P(None, "data", "model")
+    params = trained_as_one_device(init, loss, batches, (), "auto")
+    assert params["layers"]["up"]["kernel"].sharding.spec == P(None, "data", "model")
 
 
 @pytest.mark.parametrize(
@@ -174,22 +166,17 @@ def test_self_sharding_models_equal_one_device():
     ],
 )
 def test_unfit_metadata_is_one_clear_error(names, sizes, message):
-    devices = jax.devices()[: np.prod(list(sizes.values()))]
-    plan = jdp.Plan(jdp.make_mesh(devices=devices, **({"data": 1} | sizes)), "ddp")
+    plan = plan_of("ddp", np.prod(list(sizes.values())), **({"data": 1} | sizes))
     with pytest.raises(ValueError, match=re.escape(message)):
         jdp.abstract_state(lambda rng: Feed(nnx.Rngs(rng), names), optax.sgd(1), plan, rng=jax.random.key(0))
-
-
-# What travels
 
 
 def report_of(strategy, tokens, axes, rules=(), **sizes):
     """The report of a step for 64 H100 in 8 hosts, with SGD and without Triton: what is sent depends on neither."""
     plan = jdp.Plan(jdp.make_mesh(devices=target("h100:8x8").devices, **axes), strategy, rules=rules)
     init = functools.partial(init_layers, layers=4, vocabulary=512, **sizes)
-    state = jdp.abstract_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(0))
-    settings = {"accumulate": 4, "precision": "bf16", "compiler": {"xla_gpu_enable_triton_gemm": False}}
-    step = jdp.make_train_step(functools.partial(layers_loss, remat="full"), plan, **settings, check_loss=False)
+    loss, settings = functools.partial(layers_loss, remat="full"), {"accumulate": 4, "precision": "bf16"}
+    step, state = abstract_step(loss, init, optax.sgd(1e-3), plan, compiler=WITHOUT_TRITON, **settings)
     report = judged(step, state, tokens_of(tokens, 64))
     assert report.kept, str(report)
     return report
@@ -213,9 +200,6 @@ def test_the_models_own_traffic_is_counted_apart():
     written = report.to_json()
     assert written["model_axes"][0]["wire_bytes"] == report.model_axes[0].wire_bytes
     assert {tuple(c["axes"]) for c in written["collectives"] if not c["counted"]} == {("model",)}
-
-
-# HSDP, replica × data.
 
 
 @pytest.mark.aot

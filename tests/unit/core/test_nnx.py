@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainings import abstract_step, assert_close, plan_of
+from trainings import train as _train
 
 import jdp
 
@@ -18,19 +20,16 @@ FEATURES, ROWS = 8, 16
 class Model(nnx.Module):
     """BatchNorm keeps state; Dropout draws from keys of its own; layers sit in a list."""
 
-    def __init__(self, *, rngs, rate=0.5, norm=True):
+    def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(FEATURES, FEATURES, rngs=rngs) for _ in range(2)])
-        self.norm = nnx.BatchNorm(FEATURES, momentum=0.9, rngs=rngs) if norm else None
-        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(FEATURES, momentum=0.9, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x):
-        x = self.layers[0](x)
-        x = x if self.norm is None else self.norm(x)
-        return self.layers[1](self.dropout(x))
+        return self.layers[1](self.dropout(self.norm(self.layers[0](x))))
 
 
-def make(rng, **settings):
-    return Model(rngs=nnx.Rngs(rng), **settings)
+def make(rng):
+    return Model(nnx.Rngs(rng))
 
 
 def loss_fn(model, batch, rng):
@@ -38,15 +37,11 @@ def loss_fn(model, batch, rng):
     return jdp.Loss((y**2).sum(), jnp.float32(y.shape[0]))
 
 
-def data(rows=ROWS, seed=0):
-    return {"x": np.random.default_rng(seed).normal(2.0, 3.0, (rows, FEATURES)).astype(np.float32)}
+def data(seed=0):
+    return {"x": np.random.default_rng(seed).normal(2.0, 3.0, (ROWS, FEATURES)).astype(np.float32)}
 
 
-@functools.cache
-def plan_of(strategy="ddp", devices=8):
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=16)
-
-
+train = functools.partial(_train, check_loss=True)
 TX = optax.sgd(0.1)  # an optimizer is part of what a step is traced for
 
 
@@ -60,52 +55,41 @@ class Odd(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
         self.table = nnx.data(jnp.arange(FEATURES, dtype=jnp.float32))
+        self.frozen = nnx.Dropout(0.5, deterministic=True)
 
     def __call__(self, x):
         self.seen = nnx.Intermediate(x)
         return self.linear(x) + self.table
 
 
-def test_added_variables_are_dropped_and_reported(reported):
-    plan = plan_of()
-    step = jdp.make_train_step(loss_fn, plan, accumulate=2)
-    state = state_of(plan, lambda rng: Odd(nnx.Rngs(rng)))
+def test_dropped_variables_and_modes_are_reported(reported):
+    step, state, _ = train(loss_fn, lambda rng: Odd(nnx.Rngs(rng)), TX, plan_of(), [data()], accumulate=2)
     assert set(state.params) == {"linear"} and set(state.model_state) == {"table"}
-    state, _ = step(state, data())
     np.testing.assert_array_equal(state.model_state["table"], np.arange(FEATURES))
     assert step.partitioning == "manual"  # a table is no statistic of the batch
-    assert [m for m in reported() if "not kept" in m] == [
-        "a call of the model adds seen, which is not kept between steps"
+    assert [m for m in reported() if "not kept" in m or "evaluation mode" in m] == [
+        "a train step puts frozen into training mode, although it was made in evaluation mode; to keep it there, call "
+        "its .eval() in the loss",
+        "a call of the model adds seen, which is not kept between steps",
     ]
 
 
-def after_one_step(devices):
-    plan = plan_of(devices=devices)
-    state, metrics = jdp.make_train_step(loss_fn, plan, partitioning="auto")(state_of(plan), data())
-    return jax.device_get((state.params, state.model_state)), float(metrics["loss"])
-
-
 def test_statistics_and_masks_ignore_the_mesh():
-    (params, model_state), loss = after_one_step(devices=8)
-    (params_alone, model_state_alone), loss_alone = after_one_step(devices=1)
-    np.testing.assert_allclose(loss, loss_alone, rtol=1e-5)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), params, params_alone)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), model_state, model_state_alone)
+    ends = []
+    for plan in (plan_of(), plan_of(devices=1)):
+        _, state, [metrics] = train(loss_fn, make, TX, plan, [data()], seed=3, partitioning="auto")
+        ends.append((state.params, state.model_state, metrics["loss"]))
+    assert_close(*ends, rtol=1e-4, atol=1e-5)
     first = jax.device_get(state_of(plan_of(devices=1)).params)["layers"]["0"]
     hidden = data()["x"] @ first["kernel"] + first["bias"]
-    np.testing.assert_allclose(model_state["norm"]["mean"], 0.1 * hidden.mean(0), rtol=1e-4)
-    np.testing.assert_allclose(model_state["norm"]["var"], 0.9 + 0.1 * hidden.var(0), rtol=1e-4)
+    norm = ends[0][1]["norm"]
+    assert_close([norm["mean"], norm["var"]], [0.1 * hidden.mean(0), 0.9 + 0.1 * hidden.var(0)], rtol=1e-4)
 
 
 def test_batch_norm_is_no_mixing_of_rows():
     """Its statistics are synchronised over the devices, so that each computes its own rows."""
-    plan = plan_of()
-    step = jdp.make_train_step(loss_fn, plan)
-    step(state_of(plan), data())
+    step, *_ = train(loss_fn, make, TX, plan_of(), [data()])
     assert step.partitioning == "manual" and "norm" not in step.why
-
-
-# What a call changes: kept, skipped or refused by the step.
 
 
 @pytest.mark.parametrize("layers", [[jnp.ones(2)], jnp.ones((1, 2))])
@@ -133,16 +117,11 @@ class Poisoned(nnx.Module):
 
 
 def test_a_nonfinite_statistic_skips_the_step():
-    plan = plan_of(devices=2)
-    state = state_of(plan, lambda rng: Poisoned(nnx.Rngs(rng)))
-    step = jdp.make_train_step(loss_fn, plan, partitioning="manual")
-    skipped = []
-    for largest in (1.0, 2e6, 1.0):
-        batch = data()
-        batch["x"][0, 0] = largest
-        state, metrics = step(state, batch)
-        skipped.append(int(metrics["skipped"]))
-    assert skipped == [0, 1, 1]
+    batches = [data(), data(), data()]
+    batches[1]["x"][0, 0] = 2e6
+    make = lambda rng: Poisoned(nnx.Rngs(rng))  # noqa: E731
+    _, state, measured = train(loss_fn, make, TX, plan_of(devices=2), batches, partitioning="manual")
+    assert [int(metrics["skipped"]) for metrics in measured] == [0, 1, 1]
     assert float(state.model_state["seen"]) == 2.0
 
 
@@ -167,9 +146,8 @@ def test_manual_refuses_counts_of_the_batch(through_seen, accumulate):
     def trace(partitioning, devices):
         plan = plan_of("zero3", devices)
         init = lambda rng: Counting(nnx.Rngs(rng), through_seen)  # noqa: E731
-        state = jdp.abstract_state(init, TX, plan, rng=jax.random.key(0))
-        settings = {"partitioning": partitioning, "accumulate": accumulate, "check_loss": False}
-        jax.eval_shape(jdp.make_train_step(loss_fn, plan, **settings), state, data())
+        step, state = abstract_step(loss_fn, init, TX, plan, partitioning=partitioning, accumulate=accumulate)
+        jax.eval_shape(step, state, data())
 
     with pytest.raises(
         ValueError, match=r"other \(int32\) would depend on each device's rows.*Use partitioning='auto'"
@@ -203,11 +181,10 @@ class Tally(nnx.Module):
 def test_rows_are_counted_on_all_devices(in_norm):
     """Two batches of 16 rows are 32, in a step and in a custom loop."""
     plan, init = plan_of(devices=4), lambda rng: Tally(nnx.Rngs(rng), in_norm)
-    step, state = jdp.make_train_step(loss_fn, plan), state_of(plan, init)
+    step, state, _ = train(loss_fn, init, TX, plan, [data(), data()])
     gradient, module = jdp.value_and_grad(loss_fn, plan), jdp.init(init, plan, rng=jax.random.key(3))
     for seed in (0, 1):
-        state, _ = step(state, data(seed=seed))
-        gradient(module, data(seed=seed), jax.random.key(seed))
+        gradient(module, data(), jax.random.key(seed))
     assert step.partitioning == "auto"
     seen = state.model_state["norm"]["tracked"] if in_norm else state.model_state["seen"]
     assert int(seen) == int(module.norm.tracked[...] if in_norm else module.seen) == 2 * ROWS
@@ -248,11 +225,9 @@ def test_loops_and_branches_write_no_parameter(name):
         def __call__(self, x):
             return HANDED_ON[name](self.block, x)
 
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2]), "zero3")
-    state = jdp.abstract_state(lambda rng: Handing(nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
-    loss = lambda model, batch, rng: jdp.Loss(model(batch["x"]).sum(), jnp.float32(len(batch["x"])))  # noqa: E731
-    step = jdp.make_train_step(loss, plan, check_loss=False)
-    jax.eval_shape(step, state, {"x": np.ones((4, FEATURES), np.float32)})
+    plan = plan_of("zero3", 2)
+    step, state = abstract_step(loss_fn, lambda rng: Handing(nnx.Rngs(rng)), TX, plan)
+    jax.eval_shape(step, state, data())
     assert step.partitioning == "manual"
 
 
@@ -262,8 +237,8 @@ def test_a_call_that_writes_a_parameter_is_refused(partitioning):
 
     def trace(does_write):
         init = lambda rng: Writing(nnx.Rngs(rng), does_write)  # noqa: E731
-        state = jdp.abstract_state(init, TX, plan_of("zero3"), rng=jax.random.key(0))
-        jax.eval_shape(jdp.make_train_step(loss_fn, plan_of("zero3"), partitioning=partitioning), state, data())
+        step, state = abstract_step(loss_fn, init, TX, plan_of("zero3"), partitioning=partitioning, check_loss=True)
+        jax.eval_shape(step, state, data())
 
     trace(does_write=False)
     with pytest.raises(ValueError, match=r"the optimizer alone; .* writes linear/kernel, an nnx.Param.*set_value"):
@@ -282,11 +257,14 @@ class Remembering(nnx.Module):
 
 
 def test_state_of_rows_is_refused_with_microbatches():
-    plan = plan_of("zero2")
-    state = jdp.abstract_state(lambda rng: Remembering(nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
-    jax.eval_shape(jdp.make_train_step(loss_fn, plan), state, data())
+    make = lambda rng: Remembering(nnx.Rngs(rng))  # noqa: E731
+    step, state = abstract_step(loss_fn, make, TX, plan_of("zero2"), check_loss=True)
+    jax.eval_shape(step, state, data())
     with pytest.raises(ValueError, match=r"hidden, \[16, 8\], with a batch of 16 rows, and .* fails on 8 of them"):
-        jax.eval_shape(jdp.make_train_step(loss_fn, plan, accumulate=2), state, data())
+        jax.eval_shape(step.changed(accumulate=2), state, data())
+    step, state = abstract_step(lambda m, b, r: b["missing"], make, TX, plan_of("zero2"), accumulate=2)
+    with pytest.raises(KeyError, match="missing"):  # of any number of rows
+        jax.eval_shape(step, state, data())
 
 
 class Temperature(nnx.Variable):
@@ -309,25 +287,22 @@ class Scaled(nnx.Module):
 def test_a_filter_trains_variables_of_other_types(wrt):
     """As nnx.Optimizer does on one device, in a step and in a custom loop, which refuses to train batch statistics."""
     init = lambda rng: Scaled(nnx.Rngs(rng))  # noqa: E731
-    plan, key = jdp.Plan(plan_of().mesh, "zero2", min_shard_size=0), jax.random.key(3)
+    plan, key, batches = plan_of("zero2", min_shard_size=0), jax.random.key(3), [data(seed=seed) for seed in (0, 1)]
     alone, module = init(jax.random.fold_in(key, 0)), jdp.init(init, plan, rng=key)
-    state, step = jdp.init_state(init, TX, plan, rng=key, wrt=wrt), jdp.make_train_step(loss_fn, plan)
+    _, state, _ = train(loss_fn, init, TX, plan, batches, seed=3, wrt=wrt)
     optimizers = [nnx.Optimizer(model, TX, wrt=wrt) for model in (alone, module)]
     gradient = jdp.value_and_grad(loss_fn, plan, wrt=wrt)
     if wrt is ...:
         with pytest.raises(ValueError, match=r"`wrt` selects norm/mean, an nnx.BatchStat. .*wrt=\(nnx.Param, \.\.\.\)"):
             gradient(module, data(), key)
-    for seed in (0, 1):
+    for batch in batches:
         objective = lambda model, batch: jnp.square(model(batch["x"])).sum(1).mean()  # noqa: E731
-        grads = nnx.grad(objective, argnums=nnx.DiffState(0, wrt))(alone, data(seed=seed))
-        optimizers[0].update(alone, grads)
-        state, _ = step(state, data(seed=seed))
+        optimizers[0].update(alone, nnx.grad(objective, argnums=nnx.DiffState(0, wrt))(alone, batch))
         if wrt is not ...:
-            optimizers[1].update(module, gradient(module, data(seed=seed), key)[1])
-    # float32 sums over 16 rows in another order
+            optimizers[1].update(module, gradient(module, batch, key)[1])
+    trained = lambda model: (model.scale[...], model.linear.kernel[...])  # noqa: E731
     for model in (state.model, *([] if wrt is ... else [module])):
-        np.testing.assert_allclose(model.scale[...], alone.scale[...], rtol=1e-4)
-        np.testing.assert_allclose(model.linear.kernel[...], alone.linear.kernel[...], rtol=1e-4, atol=1e-5)
+        assert_close(trained(model), trained(alone), rtol=1e-4, atol=1e-5)
     assert float(alone.scale[0]) != 2.0
 
 
@@ -347,17 +322,12 @@ class Held(nnx.Module):
 
 
 def test_variables_of_trees_equal_one_device():
-    init = lambda rng: Held(nnx.Rngs(rng))  # noqa: E731
-    ends = []
-    for strategy, devices, partitioning in (("zero3", 4, "manual"), ("ddp", 1, "auto")):
-        plan = plan_of(strategy, devices)
-        state, step = state_of(plan, init), jdp.make_train_step(loss_fn, plan, partitioning=partitioning)
-        for seed in range(2):
-            state, metrics = step(state, data(seed=seed))
-        ends.append(jax.device_get((state.params, state.model_state, metrics["loss"])))
+    init, batches, ends = lambda rng: Held(nnx.Rngs(rng)), [data(seed=seed) for seed in range(2)], []
+    for plan, partitioning in ((plan_of("zero3", 4), "manual"), (plan_of(devices=1), "auto")):
+        _, state, measured = train(loss_fn, init, TX, plan, batches, seed=3, partitioning=partitioning)
+        ends.append((state.params, state.model_state, measured[-1]["loss"]))
     # sums of squares of 16 rows, in another order: 1e-5 of the largest; two steps and a norm's division: 1e-4
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *ends)
-    assert jax.tree.structure(ends[0]) == jax.tree.structure(ends[1])
+    assert_close(*ends, rtol=1e-4, atol=1e-4)
 
 
 def test_a_variable_without_arrays_is_refused():

@@ -20,9 +20,8 @@ HOSTILE = '<script>alert("x")</script>'
 
 def init(rng):
     keys = jax.random.split(rng, LAYERS)
-    return {
-        f"layer{i}": {"kernel": jax.random.normal(key, (64, 64)), "bias": jnp.zeros(64)} for i, key in enumerate(keys)
-    }
+    layers = ({"kernel": jax.random.normal(key, (64, 64)), "bias": jnp.zeros(64)} for key in keys)
+    return {f"layer{i}": layer for i, layer in enumerate(layers)}
 
 
 def plan_of(strategy="zero3", **settings):

@@ -11,25 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trainings import assert_close, plan_of
 
 import jdp
 
 ROWS, WIDTH, CLASSES, KEY = 16, 8, 4, jax.random.key(0)
-close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-
-
-@functools.cache
-def plan_of(strategy="zero2", devices=4):
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=0)
+PLAN = plan_of("zero2", 4, min_shard_size=0)
 
 
 def init(rng):
     return {"layers": jax.random.normal(rng, (2, WIDTH, WIDTH)) / 3, "out": jnp.ones((WIDTH, CLASSES)) / 9}
 
 
-def batch_of(rows=ROWS):
+def batch_of():
     random = np.random.default_rng(0)
-    return {"x": random.normal(size=(rows, WIDTH)).astype("float32"), "y": random.integers(0, CLASSES, rows)}
+    return {"x": random.normal(size=(ROWS, WIDTH)).astype("float32"), "y": random.integers(0, CLASSES, ROWS)}
 
 
 def loss_fn(params, batch, rng):
@@ -60,12 +56,11 @@ def expected():
 @pytest.mark.default_ids("ddp-auto-1")
 def test_outputs_keep_the_order_of_rows(strategy, partitioning, accumulate):
     params, ((loss, aux), wanted) = expected()
-    plan = plan_of(strategy)
+    plan = plan_of(strategy, 4, min_shard_size=0)
     settings = {"partitioning": partitioning, "accumulate": accumulate}
     gradient = jdp.value_and_grad(loss_fn, plan, has_aux=True, **settings)
     (metrics, found), grads = gradient(jdp.place(params, plan), batch_of(), KEY)
-    assert jax.tree.structure(found) == jax.tree.structure(aux)
-    jax.tree.map(close, (metrics["loss"], found, grads), (loss, aux, wanted))
+    assert_close((metrics["loss"], found, grads), (loss, aux, wanted))
     assert found[0]["logits"].sharding.is_equivalent_to(plan.batch_sharding, 2)
     assert found[0]["wrong"].dtype == bool and found[0]["answer"].dtype == aux[0]["answer"].dtype
 
@@ -76,17 +71,17 @@ class Stateful(eqx.Module):
     norm: eqx.nn.BatchNorm
     layer: eqx.nn.Linear
 
-    def __init__(self, key, mode, axes):
+    def __init__(self, key, mode):
         self.layer = eqx.nn.Linear(WIDTH, WIDTH, key=key)
-        self.norm = eqx.nn.BatchNorm(WIDTH, axis_name=axes, mode=mode)
+        self.norm = eqx.nn.BatchNorm(WIDTH, axis_name="rows", mode=mode)
 
     def __call__(self, x, state):
         x, state = self.norm(self.layer(x), state)
         return self.norm(jnp.tanh(x), state)
 
 
-def stateful(mode, axes="rows"):
-    model, state = eqx.nn.make_with_state(Stateful)(KEY, mode, axes)
+def stateful(mode):
+    model, state = eqx.nn.make_with_state(Stateful)(KEY, mode)
     params, static = eqx.partition(model, eqx.is_array)
 
     def loss(params, state, batch, rng):
@@ -104,7 +99,7 @@ def test_the_state_of_equinox_makes_the_round_trip(strategy, mode):
     params, state, loss = stateful(mode)
     ends = []
     for devices in (1, 4):
-        plan = plan_of(strategy, devices)
+        plan = plan_of(strategy, devices, min_shard_size=0)
         gradient = jdp.value_and_grad(loss, plan, has_aux=True, partitioning="auto")
         model, its_state = jdp.place(params, plan), jdp.place(state, plan)
         for _ in range(2):
@@ -113,7 +108,7 @@ def test_the_state_of_equinox_makes_the_round_trip(strategy, mode):
         ends.append((model, its_state))
     assert jax.tree.structure(ends[1]) == jax.tree.structure((params, state))
     assert [x.dtype for x in jax.tree.leaves(its_state)] == [x.dtype for x in jax.tree.leaves(state)]
-    jax.tree.map(close, *map(jax.tree.leaves, jax.device_get(ends)))
+    assert_close(*map(jax.tree.leaves, ends))
 
 
 def of(aux):
@@ -132,16 +127,16 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_outputs_that_would_differ_between_parts_are_refused(case):
     loss, message = REFUSED[case]
-    gradient = jdp.value_and_grad(loss, plan_of(), has_aux=True, partitioning="manual", accumulate=2)
+    gradient = jdp.value_and_grad(loss, PLAN, has_aux=True, partitioning="manual", accumulate=2)
     with pytest.raises(ValueError, match=message):
-        gradient(jdp.init(init, plan_of(), rng=KEY), batch_of(), KEY)
+        gradient(jdp.init(init, PLAN, rng=KEY), batch_of(), KEY)
 
 
 def test_one_call_returns_any_array():
     """Also where the loss would be called on parts but for its aux."""
     aux = of(lambda p, b, rng: [b["x"].sum(), b["x"].T, b["x"] - b["x"].mean(0), jnp.arange(len(b["x"]))])
-    gradient = jdp.value_and_grad(aux, plan_of(), has_aux=True)
-    (_, found), _ = gradient(jdp.init(init, plan_of(), rng=KEY), batch_of(), KEY)
+    gradient = jdp.value_and_grad(aux, PLAN, has_aux=True)
+    (_, found), _ = gradient(jdp.init(init, PLAN, rng=KEY), batch_of(), KEY)
     x = batch_of()["x"]
-    jax.tree.map(close, found, [x.sum(), x.T, x - x.mean(0), np.arange(ROWS)])
+    assert_close(found, [x.sum(), x.T, x - x.mean(0), np.arange(ROWS)])
     assert gradient.partitioning == "auto" and "each array of aux" in gradient.why

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainings import abstract_step, plan_of
 
 import jdp
 from jdp.core.step_settings import StepSettings
@@ -74,40 +75,33 @@ TX = optax.adamw(1e-2, eps=1e-4)
 BATCH = {"x": np.ones((ROWS, WIDTH), "f"), "y": np.ones((ROWS, 4), "f"), "weight": np.ones(ROWS, "f")}
 
 
-def plan_of(strategy, devices=8):
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=64)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_frozen_leaves_have_no_optimizer_state(case):
     init, wrt, trained = CASES[case]
-    plan = plan_of("zero1")
+    plan = plan_of("zero1", min_shard_size=64)
     state = jdp.abstract_state(init, TX, plan, rng=jax.random.key(0), wrt=wrt)
-    places = {place.path: place for place in plan.placements(state)}
-    assert {path.removeprefix("params/") for path, p in places.items() if p.trained and path[:7] == "params/"} == {
-        *trained
-    }
-    moments = {path.partition("/mu/")[2] for path in places if "/mu/" in path}
-    assert moments == {*trained}
-    frozen = [p for path, p in places.items() if not p.trained and len(p.shape) >= 2 and np.prod(p.shape) >= 64]
+    places = plan.placements(state)
+    params = {place.path.removeprefix("params/"): place for place in places if place.path.startswith("params/")}
+    assert {path for path, place in params.items() if place.trained} == {*trained}
+    assert {place.path.partition("/mu/")[2] for place in places if "/mu/" in place.path} == {*trained}
+    frozen = [p for p in params.values() if not p.trained and len(p.shape) >= 2 and np.prod(p.shape) >= 64]
     assert frozen and all("data" in p.rest for p in frozen)
-    assert state.static.trained == tuple(p.trained for path, p in places.items() if path.startswith("params/"))
 
 
 def test_precision_is_that_of_the_trained_part():
     """Frozen weights may be bf16; trained ones may not."""
-    plan = plan_of("zero3")
-    state = jdp.abstract_state(init_tree, TX, plan, rng=jax.random.key(0), wrt="head/*")
-    new, _ = jax.eval_shape(jdp.make_train_step(loss_fn, plan, precision="bf16", check_loss=False), state, BATCH)
+    plan = plan_of("zero3", min_shard_size=64)
+    step, state = abstract_step(loss_fn, init_tree, TX, plan, wrt="head/*", precision="bf16")
+    new, _ = jax.eval_shape(step, state, BATCH)
     assert {str(x.dtype) for x in jax.tree.leaves(new.params)} == {"bfloat16", "int8", "float32"}
-    state = jdp.abstract_state(init_tree, TX, plan, rng=jax.random.key(0), wrt=["head/*", "body/w"])
+    step, state = abstract_step(loss_fn, init_tree, TX, plan, wrt=["head/*", "body/w"])
     with pytest.raises(ValueError, match=r"Precision\.params is fp32, but body/w is bfloat16"):
-        jax.eval_shape(jdp.make_train_step(loss_fn, plan, check_loss=False), state, BATCH)
+        jax.eval_shape(step, state, BATCH)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_contract_counts_trained_gradients(strategy):
-    plan = plan_of(strategy)
+    plan = plan_of(strategy, min_shard_size=64)
     state = jdp.abstract_state(init_module, TX, plan, rng=jax.random.key(0), wrt=nnx.LoRAParam)
     promised = theory(plan, state.params, StepSettings(accumulate=2), static=state.static)
     sizes = {path: np.prod(x.shape) for path, x in jax.tree.leaves_with_path(state.params)}
@@ -119,9 +113,6 @@ def test_the_contract_counts_trained_gradients(strategy):
         "zero3": {"reduce-scatter": 2 * 4 * trained, "all-gather": 2 * 2 * 4 * psi},
     }
     assert promised.payload_bytes == wanted[strategy]
-
-
-# Bad input.
 
 
 @pytest.mark.parametrize(

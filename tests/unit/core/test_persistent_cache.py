@@ -21,9 +21,7 @@ def found(monkeypatch):
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     events: list[str] = []
-
-    def listen(event, **_):
-        events.append(event)
+    listen = lambda event, **_: events.append(event)  # noqa: E731
 
     def compile_it():
         jax.clear_caches()

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxprs_in_params
+from trainings import abstract_step, plan_of, train
 
 import jdp
+from jdp.core.reading.jaxprs import every_eqn
 
 FEATURES, ROWS = 16, 16
 BF16 = jnp.bfloat16
@@ -25,14 +26,6 @@ def loss_fn(params, batch, rng):
     return jdp.Loss((y**2).sum(), y.shape[0])
 
 
-def plan_of(strategy="ddp"):
-    return jdp.Plan(jdp.make_mesh(), strategy, min_shard_size=64)
-
-
-def abstract(plan, init=init):
-    return jdp.abstract_state(init, optax.adamw(0.1), plan, rng=jax.random.key(0))
-
-
 def test_weights_must_rest_as_the_precision_says():
     with jax.enable_x64(True):
         params = jax.eval_shape(lambda: {"a": {"w": jnp.zeros(8, "bfloat16")}, "b": jnp.zeros(8)})
@@ -44,29 +37,25 @@ def test_weights_must_rest_as_the_precision_says():
         jdp.Precision().check_params({"b": params["b"]})
 
 
-# What the step makes of it.
-
-
 @pytest.mark.parametrize(
-    ("strategy", "partitioning", "train"),
+    ("strategy", "partitioning", "trains"),
     [("ddp", "auto", True), ("zero3", "manual", True), ("zero2", "auto", False), ("ddp", "manual", False)],
 )
-def test_only_the_loss_sees_the_compute_dtype(strategy, partitioning, train):
+def test_only_the_loss_sees_the_compute_dtype(strategy, partitioning, trains):
     seen = []
 
     def spying(params, batch, rng):
         seen.append({name: leaf.dtype for name, leaf in params.items()} | {"x": batch["x"].dtype})
         return loss_fn(params, batch, rng)
 
-    plan, make = plan_of(strategy), jdp.make_train_step if train else jdp.make_eval_step
-    state = abstract(plan)
-    result = jax.eval_shape(
-        make(spying, plan, precision="bf16", partitioning=partitioning, check_loss=False), state, BATCH
-    )
+    plan, make = plan_of(strategy, min_shard_size=64), jdp.make_train_step if trains else jdp.make_eval_step
+    state = jdp.abstract_state(init, optax.adamw(0.1), plan, rng=jax.random.key(0))
+    step = make(spying, plan, precision="bf16", partitioning=partitioning, check_loss=False)
+    result = jax.eval_shape(step, state, BATCH)
     assert seen == [{"w": BF16, "small": BF16, "x": jnp.float32}] * len(seen) != []
-    metrics = result[1] if train else result
+    metrics = result[1] if trains else result
     assert (metrics["loss"].dtype, metrics["weight"].dtype) == (jnp.float32, jnp.float32)
-    if train:
+    if trains:
         after = result[0]
         assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
         assert after.params["w"].dtype == after.opt_state[0].mu["w"].dtype == jnp.float32
@@ -75,14 +64,11 @@ def test_only_the_loss_sees_the_compute_dtype(strategy, partitioning, train):
 def moved(jaxpr):
     """name -> dtypes of the arrays that collectives of `jaxpr` take, scalars left out."""
     found: dict[str, set] = {}
-    for eqn in jaxpr.eqns:
+    for eqn in every_eqn(jaxpr):
         arrays = [var.aval for var in eqn.invars if getattr(var.aval, "shape", ())]
         if arrays and eqn.primitive.name.startswith(("psum", "all_gather", "reduce_scatter")):
             name = {"psum_invariant": "psum", "psum2": "psum"}.get(eqn.primitive.name, eqn.primitive.name)
             found.setdefault(name, set()).update(str(aval.dtype) for aval in arrays)
-        for inner in jaxprs_in_params(eqn.params):
-            for name, dtypes in moved(inner).items():
-                found.setdefault(name, set()).update(dtypes)
     return found
 
 
@@ -102,11 +88,9 @@ BOTH, REDUCE = jdp.Precision(compute="bf16", reduce="bf16"), jdp.Precision(reduc
     ],
 )
 def test_manual_gathers_and_reduces_in_their_dtypes(strategy, accumulate, precision, gathered, reduced):
-    plan = plan_of(strategy)
-    step = jdp.make_train_step(
-        loss_fn, plan, precision=precision, partitioning="manual", accumulate=accumulate, check_loss=False
-    )
-    found = moved(jax.make_jaxpr(step.jitted)(abstract(plan), BATCH).jaxpr)
+    plan, settings = plan_of(strategy, min_shard_size=64), {"precision": precision, "accumulate": accumulate}
+    step, state = abstract_step(loss_fn, init, optax.adamw(0.1), plan, partitioning="manual", **settings)
+    found = moved(jax.make_jaxpr(step.jitted)(state, BATCH).jaxpr)
     expected = {"psum": {reduced}}  # ddp: all; else: the leaf too small to shard
     if strategy != "ddp":
         expected |= {"all_gather": {gathered}, "reduce_scatter": {reduced}}
@@ -119,11 +103,8 @@ def test_totals_are_summed_in_float32():
     def whole(params, batch, rng):
         return jdp.Loss(params["w"].sum() * 0 + jnp.bfloat16(256), jnp.int32(1), {"ones": (jnp.bfloat16(1), 1)})
 
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]))
-    state = jdp.init_state(lambda rng: {"w": jnp.ones(8)}, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    rows = 300
-    step = jdp.make_train_step(whole, plan, precision="bf16", accumulate=rows, check_loss=False)
-    _, metrics = step(state, {"x": np.zeros((rows, FEATURES), np.float32)})
+    make, batch = lambda rng: {"w": jnp.ones(8)}, {"x": np.zeros((300, FEATURES), np.float32)}
+    *_, [metrics] = train(whole, make, optax.sgd(0.1), plan_of("ddp", 1), [batch], precision="bf16", accumulate=300)
     assert (float(metrics["loss"]), float(metrics["weight"]), float(metrics["ones"])) == (256.0, 300.0, 1.0)
 
 
@@ -133,10 +114,8 @@ def test_bf16_weights_get_exact_mean_gradients():
     def weighted(params, batch, rng):
         return jdp.Loss((params["w"] * batch["x"]).sum(), batch["weight"].sum())
 
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]))
-    make = lambda rng: {"w": jnp.zeros(1, BF16)}  # noqa: E731
-    state = jdp.init_state(make, optax.sgd(1.0), plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(weighted, plan, precision=jdp.Precision(params="bf16"), check_loss=False)
-    state, _ = step(state, {"x": np.float32([[700], [71]]), "weight": np.float32([200, 57])})
+    make, precision = lambda rng: {"w": jnp.zeros(1, BF16)}, jdp.Precision(params="bf16")
+    batch = {"x": np.float32([[700], [71]]), "weight": np.float32([200, 57])}
+    _, state, _ = train(weighted, make, optax.sgd(1.0), plan_of("ddp", 1), [batch], precision=precision)
     assert state.params["w"].dtype == BF16
     assert float(state.params["w"][0]) == -3.0

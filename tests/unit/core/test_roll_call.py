@@ -84,7 +84,7 @@ def test_one_alone_is_told_whom_it_waits_for(address, noticed):
 def test_a_successor_counts_for_an_ended_process(address):
     first = Caller(address, 0, 3)
     with connected(address) as gone:
-        gone.sendall(message(1, 3))
+        gone.sendall(json.dumps({"unit": "process", "number": 1, "count": 3, "host": "h"}).encode())
         time.sleep(0.3)
     last = Caller(address, 2, 3)
     time.sleep(0.5)
@@ -100,10 +100,6 @@ def connected(address):
         except ConnectionRefusedError:
             assert time.monotonic() < end
             time.sleep(0.02)
-
-
-def message(number, count):
-    return json.dumps({"unit": "process", "number": number, "count": count, "host": "h"}).encode()
 
 
 def test_strangers_and_whatever_else_listens_are_passed_over(address):

@@ -8,20 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trainings import plan_of, train
 
 import jdp
 from jdp.core.gradients.row_keys import RowDraws, read_draws, row_key_shape
 from jdp.core.types import PartsError
 
 KEY = jax.random.key(11)
-
-
-def read(draw, rows, key=KEY):
-    few, many = (jax.make_jaxpr(lambda k, n=n: draw(k, n))(row_key_shape(rows)).jaxpr for n in (rows, 2 * rows))
-    return read_draws(few, many, rows, key)
-
-
-# Indices beyond 32 bits.
 
 
 def test_draws_hash_each_elements_64_bit_index():
@@ -125,20 +118,16 @@ def noise_of_a_step(draws, rows, partitioning, accumulate, devices):
 
     An example has a parameter of its own, so its gradient is its noise.
     """
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), "ddp")
-    total = rows * accumulate * devices
-    state = jdp.init_state(
-        lambda rng: {name: jnp.zeros((total, WIDTH)) for name in draws}, optax.sgd(1.0), plan, rng=jax.random.key(2)
-    )
+    total, settings = rows * accumulate * devices, {"partitioning": partitioning, "accumulate": accumulate}
+    init = lambda rng: {name: jnp.zeros((total, WIDTH)) for name in draws}  # noqa: E731
 
     def loss_fn(params, ids, rng):
         each = {name: (params[name][ids] * draw(rng, ids)).sum() for name, draw in draws.items()}
         return jdp.Loss(sum(each.values()), jnp.float32(len(ids)))
 
     # `in_a_branch` asks for the sum of all rows
-    step = jdp.make_train_step(loss_fn, plan, check_loss=False, partitioning=partitioning, accumulate=accumulate)
-    key = jax.device_get(jax.random.key_data(jax.random.fold_in(state.rng, state.consumed)))
-    state, _ = step(state, jnp.arange(total))
+    _, state, _ = train(loss_fn, init, optax.sgd(1.0), plan_of("ddp", devices), [jnp.arange(total)], **settings)
+    key = jax.device_get(jax.random.key_data(jax.random.fold_in(state.rng, 0)))  # of the first batch
     return {name: -total * np.asarray(leaf) for name, leaf in state.params.items()}, tuple(key)
 
 
@@ -187,5 +176,8 @@ def test_unclear_draws_see_the_whole_batch(name):
 
 
 def test_a_generator_without_indices_is_refused():
+    few, many = (jax.make_jaxpr(lambda key, n=n: R.bits(key, (n,)))(row_key_shape(3)).jaxpr for n in (3, 6))
     with pytest.raises(PartsError, match=r"use jax\.random\.key"):
-        read(lambda key, rows: jax.random.bits(key, (rows,)), 3, jax.random.key(0, impl="rbg"))
+        read_draws(few, many, 3, R.key(0, impl="rbg"))
+    with jax.threefry_partitionable(False), pytest.raises(PartsError, match="jax_threefry_partitionable is off"):
+        read_draws(few, many, 3, R.key(0))

@@ -5,7 +5,6 @@ small whole numbers for data, so that sums are exact in float32 in any order and
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +12,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from trainings import plan_of, train
 
 import jdp
 
 FEATURES, ROWS = 16, 64
-SHARDED = {"min_shard_size": 8}
-
-
-@functools.cache
-def plan_of(strategy="ddp", devices=8, **axes):
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices], **axes), strategy, **SHARDED)
+SGD = optax.sgd(1.0)
 
 
 def init(rng):
@@ -33,16 +28,16 @@ def state_of(plan, tx, init=init):
     return jdp.init_state(init, tx, plan, rng=jax.random.key(5))
 
 
-def abstract(plan, tx=None, init=init):
-    return jdp.abstract_state(init, optax.sgd(0.1) if tx is None else tx, plan, rng=jax.random.key(5))
+def abstract(plan):
+    return jdp.abstract_state(init, SGD, plan, rng=jax.random.key(5))
 
 
-def whole_numbers(seed=0, rows=ROWS):
+def whole_numbers():
     """A batch of small whole numbers; weights 0 to 3, none at all in a quarter of the rows, 128 together."""
-    random = np.random.default_rng(seed)
-    x = random.integers(-2, 3, (rows, FEATURES)).astype(np.float32)
-    weight = random.integers(0, 4, rows).astype(np.float32)
-    weight[: rows // 4] = 0  # the first microbatch rows and the first two devices: averages of averages would show
+    random = np.random.default_rng(0)
+    x = random.integers(-2, 3, (ROWS, FEATURES)).astype(np.float32)
+    weight = random.integers(0, 4, ROWS).astype(np.float32)
+    weight[: ROWS // 4] = 0  # the first microbatch rows and the first two devices: averages of averages would show
     weight[-1] += 128 - weight.sum()
     return {"x": x, "weight": weight}
 
@@ -89,9 +84,6 @@ def differing(before, after):
     return {path for path in before if any(map(changed, zip(before[path], after[path], strict=True)))}
 
 
-# The finite guard.
-
-
 @pytest.mark.parametrize(
     ("strategy", "partitioning", "axes", "accumulate"),
     [
@@ -103,8 +95,8 @@ def differing(before, after):
 def test_the_objective_is_sum_over_weight_exactly(strategy, partitioning, axes, accumulate):
     """Uneven weights, whole devices and microbatches without any: Σ∇total / Σweight to the last bit."""
     plan, batch = plan_of(strategy, **axes), whole_numbers()
-    step = jdp.make_train_step(weighted_sum, plan, accumulate=accumulate, partitioning=partitioning, check_loss=False)
-    state, metrics = step(state_of(plan, optax.sgd(1.0)), batch)
+    settings = {"accumulate": accumulate, "partitioning": partitioning}
+    _, state, [metrics] = train(weighted_sum, init, SGD, plan, [batch], **settings)
 
     w = np.arange(FEATURES, dtype=np.float32)
     y = batch["x"] @ w
@@ -172,7 +164,7 @@ ADAFACTOR = functools.partial(optax.adafactor, 0.1, min_dim_size_to_factor=8, mo
 )
 @pytest.mark.default_ids("adamw")
 def test_results_stay_where_the_plan_wants_them(make, strategy, partitioning, caplog):
-    plan = jdp.Plan(jdp.make_mesh(replica=2, data=4), strategy, **SHARDED)
+    plan = plan_of(strategy, replica=2, data=4)
 
     def matrices(rng):
         return {"w": jax.random.normal(rng, (FEATURES, 24)), "v": jnp.ones((24, 8)), "odd": jnp.ones((3, 5))}
@@ -186,7 +178,7 @@ def test_results_stay_where_the_plan_wants_them(make, strategy, partitioning, ca
     assert any(not sharding.is_fully_replicated for sharding in jax.tree.leaves(wanted.opt_state))
     step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning, clip_norm=1.0, check_loss=False)
     batch = jax.device_put(whole_numbers(), plan.batch_sharding)
-    described = described_as(state)
+    described = described_as(state)  # another weak type would compile the step again
     for _ in range(3):
         with jax.log_compiles():
             state, _ = step(state, batch)
@@ -223,9 +215,6 @@ def test_a_nonfinite_update_changes_nothing():
         assert int(metrics["skipped"]) == 1 and np.isfinite([metrics["loss"], metrics["grad_norm"]]).all()
 
 
-# Which partitioning.
-
-
 ROWS_ALONE = "the loss returns jdp.Loss, a sum over rows, so each device calls it on its own rows"
 
 
@@ -251,37 +240,23 @@ def test_the_partitioning_chosen_and_why(strategy, settings, loss_fn, expected, 
     assert [message for message in reported() if " step under " in message] == ([] if asked else [notice])
 
 
-# Errors.
-
-
 @pytest.mark.parametrize(
-    ("axes", "accumulate", "rows", "message"),
+    ("axes", "accumulate", "batch", "message"),
     [
-        ({"replica": 2, "data": 4}, 1, 60, "by replica=2 × data=4 = 8; given 60: the nearest that fit: 56 or 64"),
-        ({"data": 4, "model": 2}, 3, 7, "divide by data=4 × accumulate=3 = 12; given 7: the nearest that fit: 12"),
+        ({"replica": 2}, 1, shapes(60), r"by replica=2 × data=4 = 8; given 60: the nearest that fit: 56 or 64"),
+        ({"model": 2}, 3, shapes(7), "divide by data=4 × accumulate=3 = 12; given 7: the nearest that fit: 12"),
+        ({}, 1, shapes() | {"weight": jax.ShapeDtypeStruct((32,), "f")}, "share their leading dimension.*: 32.*: 64"),
+        ({}, 1, shapes() | {"e": jax.ShapeDtypeStruct((16,), "f")}, r"16 rows of 4 \+ 1; or stack a part for"),
+        ({}, 1, shapes() | {"rate": jax.ShapeDtypeStruct((), "f")}, r"'rate'\]: a scalar.*np\.full\(rows, value\)"),
+        ({}, 1, {}, "share their leading dimension.*given none"),
     ],
 )
-def test_indivisible_batches_name_the_nearest_sizes(axes, accumulate, rows, message):
-    plan = plan_of("ddp", 8, **axes)
-    step = jdp.make_train_step(weighted_sum, plan, accumulate=accumulate, check_loss=False)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        trace(step, abstract(plan), shapes(rows))
-    if accumulate == 1:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            trace(jdp.make_eval_step(weighted_sum, plan, check_loss=False), abstract(plan), shapes(rows))
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (shapes() | {"weight": jax.ShapeDtypeStruct((32,), jnp.float32)}, "share their leading dimension.*: 32.*: 64"),
-        (shapes() | {"e": jax.ShapeDtypeStruct((16,), jnp.float32)}, r"16 rows of 4 \+ 1; or stack a part for"),
-        ({}, "share their leading dimension.*given none"),
-    ],
-)
-def test_a_ragged_batch_is_refused(batch, message):
-    with pytest.raises(ValueError, match=message):
-        trace(jdp.make_train_step(weighted_sum, plan_of(), check_loss=False), abstract(plan_of()), batch)
+def test_ragged_and_indivisible_batches_are_refused(axes, accumulate, batch, message):
+    plan = plan_of("ddp", **axes, data=-1)
+    for make in (jdp.make_train_step, jdp.make_eval_step):
+        step = make(weighted_sum, plan, accumulate=accumulate, check_loss=False)
+        with pytest.raises(ValueError, match=message):
+            trace(step, abstract(plan), batch)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +264,7 @@ def test_a_ragged_batch_is_refused(batch, message):
     [
         (lambda y: y, r"mean over the batch's rows; given an array of shape \(\d+,\)\. Return its \.mean\(\), or"),
         (lambda y: (y.sum(), {"aux": y}), r"returns jdp.Loss\(total, weight, metrics\) or a scalar.*; given tuple"),
+        (lambda y: jdp.Loss((y > 0).sum(), len(y)), "a floating-point number; given int32, which has no gradient"),
         (lambda y: jdp.Loss(y.sum(), y), r"Loss.weight must be a scalar"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": (y.sum(), y)}), r"'hits' has shapes \(\) and \(\d+,\)"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"loss": y.sum()}), "loss"),  # it would hide the step's own
@@ -301,9 +277,6 @@ def test_a_loss_of_several_values_is_refused(value, message):
     step = jdp.make_train_step(loss, plan_of(), partitioning="manual", check_loss=False)
     with pytest.raises(ValueError, match=message):
         trace(step, abstract(plan_of()))
-
-
-# Evaluation.
 
 
 def test_evaluation_is_the_loss_without_randomness_or_donation():
@@ -327,21 +300,16 @@ def test_evaluation_is_the_loss_without_randomness_or_donation():
         assert float(value) == float(folded[name]) == float(manual[name]) == float(trained[name]), name
 
 
-# Lowering elsewhere.
-
-
 def test_steps_lower_for_their_states_mesh():
     """The step was made for eight devices; an abstract state on four others compiles, and runs, on those."""
-    tx = optax.sgd(1.0)
     step = jdp.make_train_step(weighted_sum, plan_of("zero3"), partitioning="manual", check_loss=False)
     elsewhere = step.plan.on(jdp.make_mesh(devices=jax.devices()[2:6]))
-    compiled = step.compile(abstract(elsewhere, tx), shapes())
+    compiled = step.compile(abstract(elsewhere), shapes())
     rest, batch_shardings = compiled.input_shardings[0]
     assert rest.params["w"].device_set == set(jax.devices()[2:6])
     assert rest.params["w"].spec == P("data")
     assert all(s.is_equivalent_to(elsewhere.batch_sharding, 1) for s in jax.tree.leaves(batch_shardings))
-    state = state_of(elsewhere, tx)
-    state, metrics = compiled(state, jax.device_put(whole_numbers(), elsewhere.batch_sharding))
+    state, metrics = compiled(state_of(elsewhere, SGD), jax.device_put(whole_numbers(), elsewhere.batch_sharding))
     assert (float(metrics["weight"]), float(state.params["b"])) == (128.0, -1.0)
     assert step.plan.mesh.shape == {"data": 8}
     assert step.partitioning == "manual"

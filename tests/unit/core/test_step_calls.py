@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from aligned_arrays import aligned
+from trainings import plan_of
 
 import jdp
 from jdp.base.tree_paths import PACKAGE
@@ -22,7 +23,7 @@ def loss(params, batch, rng):
 
 @pytest.fixture(scope="module")
 def plan():
-    return jdp.Plan(jdp.make_mesh(data=8), "zero1", min_shard_size=0)
+    return plan_of("zero1", min_shard_size=0)
 
 
 ADAM = optax.adam(0.1)
@@ -60,11 +61,6 @@ def foreign(plan):
     return replace(plan, mesh=jdp.make_mesh(data=4, devices=jax.devices()[:4]))
 
 
-def sharded(batch, plan):
-    with jdp.shard_batches([batch], plan) as feed:
-        return next(feed)
-
-
 PAIR = r"given a tuple \(TrainState, dict\)\. .*write `state, metrics = step\(state, batch\)`"
 ORDER = r"A state is a jdp\.TrainState, as in step\(state, batch\); given a dict\. Write the arguments in this order"
 ELSEWHERE = r"on the devices of its plan, 8 cpu devices \(0, .*; given {} on 4 cpu devices \(0, 1, 2, 3\)\. {}"
@@ -80,7 +76,7 @@ WRONG = {
         ELSEWHERE.format(r"state\.step", r"Move it: state = jdp\.place\(state, plan\)"),
     ),
     "batch of another mesh": (
-        lambda plan, state: (state, sharded(batch(), foreign(plan))),
+        lambda plan, state: (state, jax.device_put(batch(), foreign(plan).batch_sharding)),
         ELSEWHERE.format(r"batch\['x'\]", "Give NumPy arrays"),
     ),
 }

@@ -4,14 +4,15 @@ x [rows, 128] -> 4 layers x + tanh(x w + b) v -> head [128, 16].
 """
 
 import functools
-import inspect
 import json
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from judged import judged
+from described_gpus import WITHOUT_TRITON
+from judged import judged, source_line
+from trainings import abstract_step
 
 import jdp
 from jdp.foresight.targets.resolve import target
@@ -50,16 +51,15 @@ def gathers_a_few_columns(layers, x):
     return x - everyone.mean()
 
 
-def made(loop, strategy="zero3", *, mesh=None, rows=512, wrt=None, rules=(), make=init, **settings):
-    plan = jdp.Plan(mesh or jdp.make_mesh(), strategy, rules=rules, min_shard_size=64)
+def made(loop, strategy="zero3", *, mesh=None, **settings):
+    plan = jdp.Plan(mesh or jdp.make_mesh(), strategy, min_shard_size=64)
 
     def loss_fn(params, batch, rng):
         y = loop(params["layers"], batch["x"].astype(params["head"].dtype)) @ params["head"]
         return jdp.Loss(jnp.sum(y.astype(jnp.float32) ** 2), jnp.float32(y.shape[0]))
 
-    state = jdp.abstract_state(make, optax.sgd(0.1), plan, rng=jax.random.key(0), wrt=wrt)
-    batch = {"x": jax.ShapeDtypeStruct((rows, WIDTH), "float32")}
-    return jdp.make_train_step(loss_fn, plan, **settings, check_loss=False), state, batch
+    batch = {"x": jax.ShapeDtypeStruct((512, WIDTH), "float32")}
+    return *abstract_step(loss_fn, init, optax.sgd(0.1), plan, **settings), batch
 
 
 def test_steps_without_layer_loops_are_reported_once(reported):
@@ -79,21 +79,11 @@ def test_steps_without_layer_loops_are_reported_once(reported):
     assert "jdp.scan_layers gathers one layer at a time" in said[0]
 
 
-# Compiled
-
-
 @functools.cache
-def verified(loop, strategy="zero3", **settings):
+def verified(loop, **settings):
     mesh = jdp.make_mesh(devices=target("h100:1x8").devices)
-    chosen = {"partitioning": "manual", "precision": "bf16", **settings}
-    chosen["compiler"] = {"xla_gpu_enable_triton_gemm": False}  # what is sent does not depend on it
-    return judged(*made(loop, strategy, mesh=mesh, **chosen))
-
-
-def source_line(function, text):
-    """ "this file:line" of the line of `function` that holds `text`."""
-    lines, first = inspect.getsourcelines(function)
-    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+    chosen = {"partitioning": "manual", "precision": "bf16", "compiler": WITHOUT_TRITON, **settings}
+    return judged(*made(loop, mesh=mesh, **chosen))
 
 
 # A layer's weights: forward and again backward. A bias is small: under auto it is gathered as the weights are, because

@@ -4,8 +4,6 @@ Whole loops are compared with one device in test_loops.py. Here models have two 
 shards them all the same.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from trainings import assert_close
+from trainings import plan_of as _plan_of
 
 import jdp
 from jdp.foresight.program.collectives import collectives, traffic
@@ -21,18 +21,17 @@ from jdp.foresight.program.collectives import collectives, traffic
 KEY, ROWS, WIDTH = jax.random.key(0), 16, 8
 
 
-@functools.cache
-def plan_of(strategy="zero2", devices=4, **rules):
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=0, **rules)
+def plan_of(strategy="zero2", devices=4):
+    return _plan_of(strategy, devices, min_shard_size=0)
 
 
 def init(rng):
     return {"w": jax.random.normal(rng, (WIDTH, 4)), "b": jnp.zeros(4)}
 
 
-def batch_of(rows=ROWS):
+def batch_of():
     random = np.random.default_rng(0)
-    return {"x": random.normal(size=(rows, WIDTH)).astype("float32"), "weight": np.arange(rows, dtype="float32")}
+    return {"x": random.normal(size=(ROWS, WIDTH)).astype("float32"), "weight": np.arange(ROWS, dtype="float32")}
 
 
 def squares(params, batch, rng):
@@ -79,20 +78,19 @@ def same(found, expected):
         np.testing.assert_array_equal(leaf, other)
 
 
-# Making and laying out trees.
-
-
-@pytest.mark.parametrize("make", [init, lambda rng: nnx.state(net(rng), nnx.Not(nnx.RngState))], ids=["tree", "module"])
+@pytest.mark.parametrize("make", [init, net], ids=["tree", "module"])
 def test_trees_are_made_sharded_bit_for_bit(make):
     """One seed makes one model, of `jdp.init` and of `jdp.init_state`."""
-    made = jdp.init(init if make is init else net, plan_of(), rng=KEY)
-    made = made if make is init else nnx.state(made, nnx.Not(nnx.RngState))
-    same(made, jax.jit(make)(jax.random.fold_in(KEY, 0)))
-    state = jdp.init_state(init if make is init else net, optax.sgd(0.1), plan_of("ddp", 2), rng=KEY)
-    same(made if make is init else nnx.state(made, nnx.Param), state.params)
-    parameters = made if make is init else nnx.state(made, nnx.Param)
+
+    def arrays(model, *kinds):
+        return nnx.state(model, *kinds or [nnx.Not(nnx.RngState)]) if make is net else model
+
+    made = jdp.init(make, plan_of(), rng=KEY)
+    same(arrays(made), jax.jit(lambda key: arrays(make(key)))(jax.random.fold_in(KEY, 0)))
+    parameters = arrays(made, nnx.Param)
+    same(parameters, jdp.init_state(make, optax.sgd(0.1), plan_of("ddp", 2), rng=KEY).params)
     assert all(not leaf.is_fully_replicated for leaf in jax.tree.leaves(parameters))
-    assert all(len(leaf.addressable_shards) == 4 for leaf in jax.tree.leaves(made))
+    assert all(len(leaf.addressable_shards) == 4 for leaf in jax.tree.leaves(arrays(made)))
 
 
 def test_derived_trees_are_sharded_like_parameters():
@@ -118,17 +116,14 @@ def test_placing_changes_no_bit():
     assert specs(within) == specs(placed)
 
 
-# Values.
-
-
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
 @pytest.mark.default_ids("manual")
 def test_both_of_two_models_are_differentiated(partitioning):
     """Called by itself, and in jit. Against `jax.value_and_grad`, rows having unequal weights; float32 sums in another
     order."""
     params, other = (jdp.init(init, plan_of("zero3"), rng=jax.random.key(i)) for i in (0, 1))
-    settings = {"argnums": (1, 0), "accumulate": 2, "partitioning": partitioning}
-    gradient = jdp.value_and_grad(distance, plan_of("zero3"), **settings)
+    settings = {"accumulate": 2, "partitioning": partitioning}
+    gradient = jdp.value_and_grad(distance, plan_of("zero3"), argnums=(1, 0), **settings)
     call = jax.jit(gradient) if partitioning == "manual" else gradient
     metrics, grads = call(params, other, batch_of(), KEY)
 
@@ -139,8 +134,7 @@ def test_both_of_two_models_are_differentiated(partitioning):
     loss, (first, second) = jax.value_and_grad(objective, (0, 1))(*jax.device_get((params, other)))
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     assert float(metrics["weight"]) == sum(range(ROWS))
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, grads, (second, first))  # in the order of argnums
+    assert_close(grads, (second, first))  # in the order of argnums
     assert specs(grads[1]) == specs(params)
 
 
@@ -166,8 +160,7 @@ def test_a_shared_module_gets_its_whole_gradient():
     expected, _ = nnx.grad(lambda a, c: pair_loss(a, c, batch, KEY).total / ROWS, argnums=(0, 1))(*alone.values())
     for model in (pair, jdp.place(alone, plan_of())):
         found = whole(model, batch, KEY)[1]["actor"]
-        for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6)  # float32 sums over 16 rows in another order
+        assert_close(*map(jax.tree.leaves, (found, expected)))
 
 
 @pytest.mark.rest
@@ -252,9 +245,6 @@ def test_several_gradients_each_send_their_promise(strategy):
     assert sent.keys() <= {"reduce-scatter", "all-gather", "all-reduce"}
 
 
-# What is refused.
-
-
 def params(plan=None):
     return jdp.init(init, plan or plan_of(), rng=KEY)
 
@@ -291,6 +281,11 @@ def closed_over():
     nnx.jit(lambda batch: grad(model, batch, KEY)[0]["loss"])({"x": jnp.ones((8, 8))})
 
 
+def offloading():
+    return jdp.Plan(jdp.make_mesh(), offload="optimizer")
+
+
+ON_HOST = r"on the devices; given a plan with offload='optimizer'.*make_train_step"
 ARRAYS = r"A tree to shard holds arrays only; \['f'\] is "
 INSIDE = "A tree is one module, one nnx.Optimizer, or a pytree of arrays; given a "
 CALLS = {
@@ -323,6 +318,8 @@ CALLS = {
         lambda: jdp.init(init, plan_of()),
         "jdp.init takes either rng, for a model, or of, .*; given neither",
     ),
+    "offloaded": (lambda: jdp.value_and_grad(squares, offloading()), ON_HOST),
+    "place: offloaded": (lambda: jdp.place({"w": np.ones(8)}, offloading()), ON_HOST),
     "place: keys": (lambda: jdp.place({0: 1.0, "0": 1.0}, plan_of()), r"must have an order.*given \[0, '0'\]\. Write"),
     "place: an optimizer": (
         lambda: jdp.place(nnx.Optimizer(net(KEY), optax.sgd(0.1), wrt=nnx.Param), plan_of()),
@@ -350,13 +347,6 @@ def test_a_model_that_is_closed_over_is_reported(capfd, monkeypatch):
     teacher, match = params(), jdp.value_and_grad(distance, plan_of(), check_loss=False)
     jax.jit(lambda model, batch: match(model, teacher, batch, KEY)[0])(model, batch)
     assert told.format("reads") in capfd.readouterr().err
-
-
-def test_a_plan_that_offloads_is_refused():
-    plan = jdp.Plan(jdp.make_mesh(data=8), "zero3", offload="optimizer")
-    for call in (lambda: jdp.value_and_grad(lambda *_: 0.0, plan), lambda: jdp.place({"w": np.ones(8)}, plan)):
-        with pytest.raises(ValueError, match=r"on the devices; given a plan with offload='optimizer'.*make_train_step"):
-            call()
 
 
 def test_models_changed_after_a_call_are_taken():

@@ -12,6 +12,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from judged import judged
+from trainings import abstract_step
+from trainings import plan_of as _plan_of
 
 import jdp
 from jdp.base import notices
@@ -39,7 +41,7 @@ def batch(step):
 def plan_of(strategy, mesh="8"):
     axes = MESHES[mesh]
     rules = [("a", P(None, "model")), ("b", P(None, None, "model"))] if "model" in axes else []
-    return jdp.Plan(jdp.make_mesh(**axes), strategy, rules=rules, min_shard_size=8)
+    return _plan_of(strategy, rules=rules, **axes)
 
 
 def zeros(rng):
@@ -54,10 +56,6 @@ def gradient(name, of):
     """A parameter's gradient over the rows of a batch, in float64."""
     weights = of["w"].astype(np.float64)
     return np.tensordot(of["x"] * weights, of[name].astype(np.float64), 1) / weights.sum()
-
-
-def own(state):
-    return jax.device_get(state.params)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +73,11 @@ def test_rounding_is_right_on_average_and_small(wire, strategy, mesh, settings):
     plan, steps = plan_of(strategy, mesh), 64
     step = jdp.make_train_step(linear, plan, wire=wire, check_loss=False, donate=False, **settings)
     state = start(plan)
-    first, again = (own(step(state, batch(0))[0]) for _ in range(2))
+    first, again = (jax.device_get(step(state, batch(0))[0].params) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     for _ in range(steps):
         state, _ = jax.block_until_ready(step(state, batch(0)))  # many at once starve the threads of 8 CPU devices
-    after = own(state)
+    after = jax.device_get(state.params)
     for name in SHAPES:
         once = -RATE * gradient(name, batch(0))
         off = [np.sqrt(np.mean((moved / n - once) ** 2)) for moved, n in ((first[name], 1), (after[name], steps))]
@@ -116,10 +114,7 @@ def test_a_nonfinite_gradient_skips_the_step():
     for name, bad in [("a", np.nan), ("a", np.inf), ("a", -np.inf), ("w", 0), ("w", np.nan)]:
         after, _ = step(state, {**batch(0), name: np.full_like(batch(0)[name], bad)})
         assert int(after.skipped) == 1, (name, bad)
-        jax.tree.map(np.testing.assert_array_equal, own(after), own(state))
-
-
-# The contract.
+        jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
 
 
 @functools.cache
@@ -132,8 +127,7 @@ def report_of(strategy, wire, target=None, **settings):
         return jdp.Loss((x**2).sum(), jnp.float32(x.shape[0]))
 
     init = lambda rng: {name: jnp.zeros(shape) for name, shape in shapes.items()}  # noqa: E731
-    state = jdp.abstract_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(loss, plan, wire=wire, partitioning="manual", **settings, check_loss=False)
+    step, state = abstract_step(loss, init, optax.sgd(RATE), plan, wire=wire, partitioning="manual", **settings)
     return judged(step, state, {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}, target, cache=False)
 
 
@@ -161,9 +155,6 @@ def test_int8_on_the_wire_of_real_gpus():
     assert report.wire_bytes_per_device < report_of("zero3", None).wire_bytes_per_device
 
 
-# Buckets.
-
-
 def test_buckets_are_thresholds_of_xlas_compiler_for_gpus(monkeypatch):
     monkeypatch.setattr(notices, "_said", set())
     step = jdp.make_train_step(linear, plan_of("ddp"), buckets=25 * 2**20, check_loss=False)
@@ -182,6 +173,3 @@ def test_gpus_join_collectives_up_to_the_buckets_size():
         [row] = [row for row in report_of("ddp", None, "h100:1x8", buckets=buckets).rows if row.kind == "all-reduce"]
         counts.append(row.count)
     assert counts == [3, 1]
-
-
-# What is refused.

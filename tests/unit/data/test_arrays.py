@@ -157,24 +157,18 @@ def test_the_split_is_by_content():
     assert sides(here)[1] < sides(more)[1]
 
 
-def test_a_fraction_of_zero_holds_nothing_out():
+def test_a_held_out_set_may_be_given_or_none():
     """A set with an evaluation set of its own elsewhere is trained on in full."""
-    data = array_data({"features": np.ones((3, 2))}, heldout_fraction=0.0)
-    assert (len(data.train), len(data.heldout)) == (3, 0)
-
-
-def test_a_held_out_set_of_its_own():
-    train, held = {"x": FEATURES, "labels": LABELS}, {"x": FEATURES[:10] + 1, "labels": LABELS[:10] * 0}
-    data = array_data(train, heldout=held)
-    assert (len(data.train), len(data.heldout)) == (200, 10) and "as given" in str(data)
-    assert len(data.classes) == 4
+    none = array_data({"features": np.ones((3, 2))}, heldout_fraction=0.0)
+    assert (len(none.train), len(none.heldout)) == (3, 0)
+    data = array_data({"x": FEATURES, "labels": LABELS}, heldout={"x": FEATURES[:10] + 1, "labels": LABELS[:10] * 0})
+    assert (len(data.train), len(data.heldout), len(data.classes)) == (200, 10, 4) and "as given" in str(data)
 
 
 def test_the_fingerprint_is_of_every_sample():
     given = {"features": FEATURES, "labels": LABELS, "weights": np.ones(200)}
-    copies = {key: array.copy() for key, array in given.items()}
-    prints = {array_data(given).fingerprint, array_data(copies).fingerprint}
-    assert len(prints) == 1
+    prints = {array_data(given).fingerprint}
+    assert prints == {array_data({key: array.copy() for key, array in given.items()}).fingerprint}
     for key in given:
         changed = given[key].copy()
         changed[150] = 0 if key != "labels" else (changed[150] + 1) % 4

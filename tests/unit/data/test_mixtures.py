@@ -83,10 +83,8 @@ def test_the_order_of_a_mixture_never_changes():
 def test_the_first_epoch_of_a_mixture():
     read = list(global_batches(mixed(), batch_size=10, seed=0, epochs=1))
     assert len(read) == 15 and sum(batch["weights"].sum() for batch in read) == 147 == len(mixed())
-    plain = np.concatenate(
-        [batch["id"] for batch in global_batches(mixed(), batch_size=7, seed=9, shuffle=False, epochs=2)]
-    )
-    assert ids({"id": row} for row in plain) == 2 * line(mixed(), 147)
+    plain = global_batches(mixed(), batch_size=7, seed=9, shuffle=False, epochs=2)
+    assert ids({"id": row} for batch in plain for row in batch["id"]) == 2 * line(mixed(), 147)
     assert ids([mixed()[-1]]) == ids([mixed()[146]])
     with pytest.raises(IndexError):
         mixed()[147]
@@ -116,6 +114,7 @@ def test_texts_are_mixed(tmp_path):
     ("weights", "seed", "message"),
     [
         ([], 0, "at least one data set; given none"),
+        ([Data(5, 3)], 0, r"pairs \(data set, weight\); given .*: swap them"),
         ([1, 0], 0, "weights must be positive numbers of similar size; given 1.0, 0.0"),
         ([1, float("nan")], 0, "given 1.0, nan"),
         ([1e12, 1], 0, r"given 1000000000000.0, 1.0: leave out"),

@@ -1,5 +1,6 @@
 """What text promises: every token a target once, the same split everywhere, and sources read as they are named."""
 
+import io
 import logging
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from corpora import read_corpus
 
 from jdp.data import TextSamples, text_data
+from jdp.data.held_out import content_score, ends_score
 
 
 def write(folder, **texts):
@@ -28,11 +30,9 @@ def test_every_token_is_a_target_once(size):
     samples = list(TextSamples(text, length=8))
     assert len(samples) == len(TextSamples(text, length=8))
     for sample in samples:
-        assert {key: (value.shape, value.dtype) for key, value in sample.items()} == {
-            "tokens": ((8,), np.int32),
-            "targets": ((8,), np.int32),
-            "weights": ((8,), np.float32),
-        }
+        assert {value.shape for value in sample.values()} == {(8,)}
+        kinds = {key: value.dtype for key, value in sample.items()}
+        assert kinds == {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
     counted = np.concatenate([sample["weights"] for sample in samples]) == 1
     assert np.array_equal(np.concatenate([sample["targets"] for sample in samples])[counted], text[1:])
     assert np.array_equal(np.concatenate([sample["tokens"] for sample in samples])[counted], text[:-1])
@@ -105,3 +105,43 @@ def test_wrong_sources_and_arguments_are_refused(tmp_path, monkeypatch, source, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         text_data(source, **{"length": 16} | options)
+
+
+RNG = np.random.default_rng(0)
+CHAPTERS = [f"In chapter {i} of the tale, ".encode() * 5 for i in range(40)]
+
+
+def split(folder, documents, heldout_fraction):
+    """The pieces to train on, those held out, and whether documents are whole."""
+    for number, document in enumerate(documents):
+        (folder / f"{number:02}.txt").write_bytes(document)
+    data = text_data(folder, length=1, heldout_fraction=heldout_fraction)
+    return *(side.ids.tobytes().split(b"\0")[:-1] for side in (data.train, data.heldout)), data.whole
+
+
+def test_more_held_out_keeps_what_was_held_out(tmp_path):
+    (_, few, _), (train, many, _) = split(tmp_path, CHAPTERS, 0.2), split(tmp_path, CHAPTERS, 0.4)
+    assert set(few) < set(many) and sorted(train + many) == sorted(CHAPTERS)
+    assert all(content_score(document) < 0.2 for document in few)
+
+
+def test_the_split_is_the_same_for_ever():
+    """Held-out text must not wander into training between versions."""
+    assert content_score(b"abc") == 0.846604635986145
+
+
+def test_few_documents_on_one_side_are_each_split(tmp_path):
+    assert split(tmp_path, [b"abcdefghij", b"x"], 1e-9) == ([b"abcdefghi"], [b"j", b"x"], False)
+
+
+def test_large_contents_are_distinguished_by_their_ends():
+    """Without reading them whole; small ones by every byte."""
+
+    def score(content):
+        return ends_score(io.BytesIO(content))
+
+    large = RNG.bytes(2**17)
+    middle = large[: 2**16] + b"\0" + large[2**16 + 1 :]
+    others = [b"\0" + large[1:], large[:-1] + b"\0", large + b"\0"]
+    assert score(large) == score(middle) and len({*map(score, [large, *others])}) == 4
+    assert score(large[:65536]) == content_score(large[:65536])

@@ -1,4 +1,7 @@
-"""What text comes in: files of text, and rows that `datasets` reads. Any other file is told how to be read."""
+"""What text comes in: files of text, rows that `datasets` reads, and streams, which are read once into files.
+
+Any other file is told how to be read.
+"""
 
 import gzip
 import json
@@ -8,12 +11,16 @@ import sys
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 from corpora import arrow, parquet, read_corpus
 
-from jdp.data import text_data
+from jdp.base.errors import UserError
+from jdp.data import global_batches, text_data
+from jdp.data.text import documents as reads_text
 
-TEXTS = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(40)]
+MANY = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(60)]
+TEXTS = MANY[:40]
 DOCUMENTS = tuple(text.encode() for text in TEXTS)
 ROWS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 TABLE = pyarrow.Table.from_pylist(ROWS)
@@ -112,19 +119,13 @@ def hub(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("saved", DOCUMENTS),
-        ("selected", DOCUMENTS[::-1]),
-        ("splits:train", DOCUMENTS),
-        ("files:train[:3]", DOCUMENTS[:3]),
-    ],
-)
-def test_data_sets_on_a_disk(hub, name, expected):
+ON_DISK = {"saved": DOCUMENTS, "selected": DOCUMENTS[::-1], "splits:train": DOCUMENTS, "files:train[:3]": DOCUMENTS[:3]}
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_data_sets_on_a_disk(hub, name):
     corpus = read_corpus(f"hf:{hub}/{name}")
-    assert corpus.documents == expected
-    assert corpus.name == f"hf:{hub}/{name}"
+    assert (corpus.documents, corpus.name) == (ON_DISK[name], f"hf:{hub}/{name}")
 
 
 @pytest.mark.parametrize(
@@ -186,3 +187,48 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
     said = r"needs the package datasets, which is not installed: pip install '.\[hf\]'"
     with pytest.raises(ValueError, match=said):
         read_corpus("hf:x")
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def folder(tmp_path, request):
+    """Two files of a split."""
+    (tmp_path / "rows").mkdir()
+    for number in range(2):
+        rows = [{"text": text, "id": id} for id, text in enumerate(MANY[number * 30 : number * 30 + 30])]
+        file = tmp_path / "rows" / f"train-{number}.{request.param}"
+        if request.param == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=7)
+        else:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "rows"
+
+
+def read_whole(folder):
+    """The source that reads the same files at once."""
+    return f"hf:{'parquet' if (folder / 'train-0.parquet').exists() else 'json'}:{folder}"
+
+
+def test_a_stream_is_tokenised_once(folder, monkeypatch):
+    stream = text_data(f"hf-stream:{folder}", length=16, heldout_fraction=0.2)
+    memory = text_data(read_whole(folder), length=16, heldout_fraction=0.2, in_files=False)
+    assert stream.folder is not None and stream.fingerprint == memory.fingerprint
+    batches = [next(iter(global_batches(data.train, batch_size=8, seed=2, start=5))) for data in (stream, memory)]
+    assert all(np.array_equal(batches[0][key], batches[1][key]) for key in batches[1])
+    monkeypatch.setattr(reads_text, "_tokenised", None)  # from here on nothing is fetched
+    assert text_data(f"hf-stream:{folder}", length=16, heldout_fraction=0.2).fingerprint == stream.fingerprint
+
+
+@pytest.mark.parametrize(("rows", "expected"), [("", slice(None)), ("[:7]", slice(7)), ("[25:40]", slice(25, 40))])
+def test_some_rows_of_a_stream(folder, rows, expected):
+    """In a folder of another name than the split's: what follows the last colon is the split."""
+    assert read_corpus(f"hf-stream:{folder}:train{rows}").documents == tuple(text.encode() for text in MANY[expected])
+    name = read_corpus(f"hf-stream:{folder}:train{rows}").names[3]
+    assert name.startswith(f"hf-stream:{folder}:train{rows} (split train), row ")
+
+
+@pytest.mark.parametrize("split", ["train[:10%]", "train[5:5]", "train[:-1]", "test"])
+def test_impossible_ranges_of_a_stream_are_refused(folder, split):
+    said = r"a range of a stream must count rows|hf-stream.* must name an existing split"
+    with pytest.raises(ValueError, match=said) as caught:
+        text_data(f"hf-stream:{folder}:{split}", length=16)
+    assert isinstance(caught.value, UserError)

@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from corpora import word_tokenizer
 
 from jdp.base.errors import UserError
 from jdp.data import TextSamples, global_batches, text_data
@@ -37,11 +37,8 @@ def rows(tmp_path):
 
 @pytest.fixture
 def words(tmp_path):
-    vocabulary = {"?": 0, "<|endoftext|>": 1, **{f"filler{i}": i for i in range(2, 400)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary | {"tale": 400, "chapter": 401}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return str(tmp_path / "tokenizer.json")
+    fillers = (f"filler{number}" for number in range(2, 400))
+    return word_tokenizer(tmp_path / "tokenizer.json", "?", "<|endoftext|>", *fillers, "tale", "chapter")
 
 
 def folders(cache):

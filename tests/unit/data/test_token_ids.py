@@ -27,14 +27,10 @@ def written(path, **columns):
 
 def given_weights(path):
     """The same weights in every form: source, and the columns to name."""
-    longest = max(map(len, IDS))
-    padded, mask = (np.zeros((ROWS, longest), int) for _ in range(2))
+    padded, mask, loss = np.zeros((3, ROWS, max(map(len, IDS))), int)
     for row, ids in enumerate(IDS):
-        padded[row, : len(ids)], mask[row, : len(ids)] = ids, 1
-    loss = np.zeros((ROWS, longest), np.float32)
-    for row, weights in enumerate(MASKS):
-        loss[row, : len(weights)] = weights
-    np.savez(path / "a.npz", input_ids=padded, attention_mask=mask, loss_mask=loss)
+        padded[row, : len(ids)], mask[row, : len(ids)], loss[row, : len(ids)] = ids, 1, MASKS[row]
+    np.savez(path / "a.npz", input_ids=padded, attention_mask=mask, loss_mask=np.float32(loss))
     labels = [[i if w else -100 for i, w in zip(ids, m, strict=True)] for ids, m in zip(IDS, MASKS, strict=True)]
     source = written(path, loss_mask=MASKS, labels=labels, assistant_masks=[[bool(w) for w in m] for m in MASKS])
     return {
@@ -48,12 +44,9 @@ def given_weights(path):
 def targets(data):
     """(target, weight) of every target of all samples, those of padding left out."""
     samples = [side[index] for side in (data.train, data.heldout) for index in range(len(side))]
-    return sorted(
-        (int(target), float(weight))
-        for sample in samples
-        for target, weight, segment in zip(sample["targets"], sample["weights"], sample["segments"], strict=True)
-        if segment
-    )
+    there = [sample["segments"] > 0 for sample in samples]
+    pairs = (np.stack([each["targets"], each["weights"]], 1)[real] for each, real in zip(samples, there, strict=True))
+    return sorted(map(tuple, np.concatenate([*pairs]).tolist()))
 
 
 @pytest.mark.parametrize("in_files", [False, True])
@@ -62,10 +55,8 @@ def test_a_weight_belongs_to_its_target(tmp_path, form, in_files):
     source, named = given_weights(tmp_path)[form]
     options = {"length": 32, "packing": "documents", "heldout_fraction": 0.2, "vocab_size": 500, "in_files": in_files}
     data = text_data(source, ids="input_ids", **named, **options)
-    expected = sorted(
-        (i, float(w)) for ids, m in zip(IDS, MASKS, strict=True) for i, w in zip(ids[1:], m[1:], strict=True)
-    )
-    assert targets(data) == expected
+    rows = zip(IDS, MASKS, strict=True)
+    assert targets(data) == sorted((i, float(w)) for ids, m in rows for i, w in zip(ids[1:], m[1:], strict=True))
     assert data.documents == ROWS and data.whole and data.tokenizer is None
     assert (data.folder is None) != in_files
 

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from corpora import word_tokenizer
+from guide_folders import trained_tokenizer
 
 from jdp.data import mixture, open_tokenizer, text_data
 
@@ -15,13 +17,7 @@ END = "<|endoftext|>"
 @pytest.fixture(scope="module")
 def trained():
     """A byte-level BPE of 300 tokens, the last of which closes a document."""
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=299, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(TEXTS, trainer)
-    bpe.add_special_tokens([END])
+    bpe = trained_tokenizer([END], TEXTS)
     assert bpe.token_to_id(END) == 299
     return bpe
 
@@ -50,9 +46,8 @@ def test_documents_become_the_tokens_of_the_file(trained, file, texts):
     data = text_data(texts, length=16, heldout_fraction=0.3, tokenizer=str(file))
     plain = text_data(texts, length=16, heldout_fraction=0.3)
     assert data.vocab_size == 300 and data.train.ids.dtype == np.uint16
-    sides = [
-        [data.tokenizer.decode(document) for document in documents_of(side, 299)] for side in (data.train, data.heldout)
-    ]
+    decode = data.tokenizer.decode
+    sides = [[decode(document) for document in documents_of(side, 299)] for side in (data.train, data.heldout)]
     assert sorted(sides[0] + sides[1]) == sorted(TEXTS)
     # Which text is held out does not depend on the tokenizer.
     for side, other in zip(sides, (plain.train, plain.heldout), strict=True):
@@ -104,16 +99,15 @@ def test_the_configuration_names_what_closes_a_document(trained, file, config, t
 BOS = {"bos_token": "t"}
 
 
-@pytest.mark.parametrize(
-    ("processed", "settings", "bos"),
-    [
-        (END, {}, END),
-        (END, BOS | {"add_bos_token": False}, None),
-        ("", BOS, None),
-        ("", BOS | {"add_bos_token": True}, "t"),
-    ],
-    ids=["the file adds it", "it is turned off", "it is only named", "it is turned on"],
-)
+OPENED = {
+    "the file adds it": (END, {}, END),
+    "it is turned off": (END, BOS | {"add_bos_token": False}, None),
+    "it is only named": ("", BOS, None),
+    "it is turned on": ("", BOS | {"add_bos_token": True}, "t"),
+}
+
+
+@pytest.mark.parametrize(("processed", "settings", "bos"), OPENED.values(), ids=OPENED)
 def test_documents_and_prompts_open_as_the_tokenizer_says(trained, file, texts, processed, settings, bos, capsys):
     """By `add_bos_token`; where it is not said, as transformers does by the file itself."""
     saved = tokenizers.Tokenizer.from_str(trained.to_str())
@@ -154,27 +148,20 @@ def test_a_mixture_has_one_tokenizer(file, texts):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("missing.json", None, r'must be "bytes", .*; given .*missing.json, looked for at /'),
-        ("a.json", "{}", r"must be a file of Hugging Face tokenizers; given .*a.json: "),
-    ],
-)
-def test_a_file_that_is_no_tokenizer(tmp_path, texts, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        text_data(texts, length=4, tokenizer=str(tmp_path / name))
-    assert "\n" not in str(caught.value)
+def test_a_file_that_is_no_tokenizer(tmp_path, texts):
+    (tmp_path / "a.json").write_text("{}")
+    rules = {"none": r'must be "bytes", .*, looked for at /', "a.json": "must be a file of Hugging Face tokenizers; "}
+    for name, rule in rules.items():
+        with pytest.raises(ValueError, match=rule) as caught:
+            text_data(texts, length=4, tokenizer=str(tmp_path / name))
+        assert f"given {tmp_path / name}" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_that_closes_nothing(tmp_path, file):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    words.save(str(tmp_path / "words.json"))
+    words = word_tokenizer(tmp_path / "words.json", "a", "b")
     said = r"closes documents; given .*words.json: none of <\|endoftext\|>, .* is in its"
     with pytest.raises(ValueError, match=said):
-        open_tokenizer(str(tmp_path / "words.json"))
+        open_tokenizer(words)
     (file.parent / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     with pytest.raises(ValueError, match=r"tokenizer_config.json names <end>, which is not in its vocabulary"):
         open_tokenizer(str(file))

@@ -55,23 +55,14 @@ def pictures(model, data):
 
 WRONG_FILES = [
     ('stratgy = "ddp"\n' + SMALL, "stratgy is not a key of the top level; did you mean strategy?"),
-    (SMALL + "stepz = 3", "train.stepz is not a key of [train]; did you mean train.steps?"),
     (in_model("widht = 64"), "model.widht is not a key of [model]; did you mean model.width?"),
-    (SMALL + "[trian]\nsteps = 3", "trian is not a key of the top level; did you mean train?"),
     ("lr = 1.0\n" + SMALL, "lr is not a key of the top level; did you mean optimizer.lr?"),
     ('strategy = "fsdp"\n' + SMALL, 'zero3; given "fsdp"; here that is zero3'),
-    ('strategy = "zero4"\n' + SMALL, 'given "zero4"; did you mean zero3?'),
     (SMALL.replace("gpt-nano", "gpt-nanu"), 'given "gpt-nanu"; did you mean gpt-nano?'),
-    (
-        SMALL.replace("steps = 50", 'steps = "50"'),
-        'train.steps must be a whole number; given "50", which is text: write steps = 50, without quotes',
-    ),
+    (SMALL.replace("= 50", '= "50"'), 'a whole number; given "50", which is text: write steps = 50, without quotes'),
     ("seed = true\n" + SMALL, "seed must be a whole number; given true"),
     (SMALL.replace("= 16", "= 16.0"), "given 16.0: write batch_size = 16"),
-    (
-        in_data('shuffle = "False"'),
-        'must be true or false; given "False", which is text: write shuffle = false, without quotes',
-    ),
+    (in_data('shuffle = "False"'), 'must be true or false; given "False", which is text: write shuffle = false'),
     (in_model("scan = 3"), 'model.scan must be true, false, or "auto", which leaves it to jdp; given 3'),
     (SMALL + "[optimizer]\nlr = inf", "optimizer.lr: it should be a finite number; given inf"),
     (SMALL.replace("= 50", "= 0"), "train.steps must be 1 or more; given 0"),
@@ -83,36 +74,22 @@ WRONG_FILES = [
     ("train = 3\n" + SMALL.split("[train]")[0], "train must be a table; given 3"),
     (SMALL + "[mesh]\ndata = 0", "mesh: Mesh axes are positive sizes, and one may be -1 (the rest); given data=0"),
     (in_model("width = 63"), "model: heads must divide width; given"),
-    (
-        SMALL.replace('"gpt-nano"', '"mlp"\nhidden = [4, "5"]'),
-        'model.hidden[1] must be a whole number; given "5", which is text',
-    ),
+    (SMALL.replace('"gpt-nano"', '"mlp"\nhidden = [4, "5"]'), 'model.hidden[1] must be a whole number; given "5"'),
     (SMALL + "wrt = [3]", 'train.wrt must be a path pattern, such as "*/lora_*"'),
     (in_data("source = 3"), 'data.source must be "stdlib", a path or glob'),
     (SMALL.replace("= 32", "= 1000"), "data.length = 1000 must be at most model.context = 256"),
     (SMALL + "[optimizer]\nwarmup_steps = 51", "warmup_steps = 51 must be at most train.steps = 50"),
-    (
-        SMALL + '[optimizer]\nname = "adam"\nweight_decay = 0.1',
-        "weight_decay is for adamw, lion, sgd, adafactor, lamb, lars, muon, not adam; given 0.1: remove it",
-    ),
+    (SMALL + '[optimizer]\nname = "adam"\nweight_decay = 0.1', "lars, muon, not adam; given 0.1: remove it"),
     (SMALL + '[rules]\n"*" = "model"', "an array with a mesh axis for each dimension"),
-    (
-        SMALL + 'keep_best = "eval_wiki_loss"\n[eval.wikis]\nsource = "a.txt"',
-        "'eval_wiki_loss' must be a metric of evaluations, eval_loss, ",
-    ),
+    (SMALL + 'keep_best = "eval_x_loss"\n[eval.y]\nsource = "a"', "'eval_x_loss' must be a metric of evaluations, "),
     (SMALL + "stop_after = 3", "train.stop_after = 3 counts evaluations during training: set train.eval_every"),
     (SMALL + 'eval_batches = "most"', 'train.eval_batches must be 1 or more, or "all"'),
     (SMALL + "[eval.'a b']\nsource = 'x'", "eval has a data set named 'a b': a name is letters"),
     (in_data('source = "a"\nmixture = {a = {source = "b"}}'), "data.source and [data.mixture.NAME] exclude each other"),
-    (
-        pictures("resnet-18", 'source = "stdlib"'),
-        "given 'stdlib', and a ResNet or ViT learns images: write source = \"digits\"",
-    ),
+    (pictures("resnet-18", 'source = "stdlib"'), "'stdlib', and a ResNet or ViT learns images: write source"),
     (SMALL.replace("length = 32", 'source = "digits"'), "given 'digits', and a GPT learns text: write"),
-    (
-        SMALL + '[eval.a]\nsource = "digits"',
-        "eval.a.source must fit model.name = 'gpt-nano'; given 'digits', and a GPT learns text: write",
-    ),
+    (pictures("mlp", 'source = "stdlib"'), "data.source must fit model.name = 'mlp'; given 'stdlib', and an MLP"),
+    (SMALL + '[eval.a]\nsource = "digits"', "eval.a.source must fit model.name = 'gpt-nano'; given 'digits', and a "),
     (
         SMALL + 'eval_metrics = "bits_per_byte"\n[eval.a]\nsource = "a.npz"',
         "bits_per_byte needs text; eval.a.source is token ids: remove the metric",
@@ -120,38 +97,14 @@ WRONG_FILES = [
     (SMALL + 'eval_metrics = ["bits_per_bite"]', "did you mean bits_per_byte?"),
     (SMALL + 'eval_metrics = ["top0_accuracy"]', "train.eval_metrics must be an array of"),
     (SMALL + 'eval_metrics = ["accuracy", "accuracy"]', "must name each metric once"),
-    (SMALL + "[sample]\nprompt = []", "sample.prompt must be text of one character at least"),
-    (SMALL + '[sample]\nprompt = ""', "sample.prompt must be text of one character at least"),
+    (SMALL + '[sample]\nprompt = ["a", ""]', "sample.prompt must be text of one character at least"),
     (SMALL + '[sample]\nprompt = ["a", 3]', "sample.prompt must be text of one character at least"),
-    (
-        in_data('ids = "input_ids"') + "[sample]\nlength = 3",
-        "[sample] is for a GPT and text with a known data.tokenizer",
-    ),
-    (
-        SMALL + 'eval_metrics = "top257_accuracy"',
-        'train.eval_metrics has "top257_accuracy", but the model has 256 outputs: lower the number',
-    ),
-    (
-        pictures("mlp", 'source = "digits"') + 'eval_metrics = "top99_accuracy"',
-        'has "top99_accuracy", but the model has 10 outputs: lower the number',
-    ),
-    (
-        SMALL + '[rules]\n"*" = ["model"]',
-        """rules."*" must name axes of [mesh] other than replica: data; given 'model': name one of these""",
-    ),
+    (in_data('ids = "a"') + "[sample]\nlength = 3", "[sample] is for a GPT and text with a known data.tokenizer"),
+    (SMALL + 'eval_metrics = "top257_accuracy"', '"top257_accuracy", but the model has 256 outputs: lower the number'),
+    (SMALL + '[rules]\n"*" = ["model"]', """rules."*" must name axes of [mesh] other than replica: data; given 'm"""),
     (SMALL + '[rules]\n"*" = [["replica"]]\n[mesh]\nreplica = 2', "data; given 'replica'"),
-    (
-        pictures("vit-digits", 'length = 32\nsource = "digits"'),
-        "data.length is for text, and model.name = 'vit-digits' learns images; given 32: remove it",
-    ),
-    (
-        pictures("mlp", 'source = "digits"') + "[sample]\nlength = 3",
-        "[sample] is for a GPT and text with a known data.tokenizer: remove it",
-    ),
-    (
-        'wire = "int8"\npartitioning = "auto"\n' + SMALL,
-        'wire is for partitioning = "manual", where jdp sends; given "int8"',
-    ),
+    (pictures("vit-digits", 'length = 32\nsource = "digits"'), "data.length is for text, and model.name = 'vit-dig"),
+    ('wire = "int8"\npartitioning = "auto"\n' + SMALL, 'wire is for partitioning = "manual", where jdp sends; given'),
     (in_data('label = "x"'), "data.label is for images and features, and model.name = 'gpt-nano' learns text; given"),
     (in_data('heldout = "x.npz"'), "data.heldout is for images and features, and model.name = 'gpt-nano' learns text"),
     (in_data('ids = "a"\nfield = "b"'), 'data.field is for text and arrays, not data.ids; given "b"'),
@@ -159,10 +112,7 @@ WRONG_FILES = [
         pictures("vit-digits", 'heldout = "x.npz"\nmixture = {a = {source = "digits"}}'),
         "data.heldout is for one source, not [data.mixture.NAME]; given",
     ),
-    (
-        pictures("mlp", 'mixture = {a = {source = "digits"}}'),
-        "[data.mixture] is for text and images, and model.name = 'mlp' learns features: remove it",
-    ),
+    (pictures("mlp", 'mixture = {a = {source = "digits"}}'), "[data.mixture] is for text and images, and model.nam"),
     *(
         (pictures("mlp", f'source = "digits"\n{key} = "documents"'), f"data.{key} is for text, and model.name = 'mlp'")
         for key in ("ids", "weights", "labels", "attention_mask", "tokenizer", "packing")
@@ -172,7 +122,10 @@ WRONG_FILES = [
         "train.eval_metrics has \"perplexity\", which is for text, and model.name = 'mlp' learns features: remove it",
     ),
     (SMALL + '[loss]\nmetrics = ["margin"]', "loss.metrics is for loss.make; given"),
-    ('wire = "int7"\n' + SMALL, 'given "int7"; did you mean int8?'),
+    (pictures("mlp", 'source = "digits"') + 'export = "hf"', 'train.export is for a GPT; given "hf": remove it'),
+    (SMALL + 'export_dtype = "bf16"', 'train.export_dtype is for train.export; given "bf16"'),
+    (pictures("vit-digits", 'source = "digits"\naugment = "flip"'), "data.augment must be one of crop, resized_crop"),
+    (pictures("mlp", 'source = "digits"\naugment = "crop"'), "data.augment is for images, and model.name = 'mlp' le"),
     (SMALL + "[optimizer]\nfinal_lr_fraction = 0.1", "is for the schedules cosine and linear; given 0.1"),
     (SMALL + "x = = 3", "is not valid TOML: Invalid value (at line 10, column 5)"),
 ]
@@ -360,7 +313,7 @@ def test_check_for_devices_fills_in_the_mesh():
         (
             {"mesh": {"data": 4, "model": 2}},
             6,
-            "data=4 × model=2 = 8, but there are 6 devices. Take data=3, or change an axis, or run on 8",
+            "= 8, but there are 6 devices. Take data=3, or change an axis, or run on",
         ),
         ({"mesh": {"data": 4, "model": 4}}, 6, "data=4 × model=4 = 16, but there are 6 devices. Change an axis"),
         ({"mesh": {"model": 3}}, 8, "data=-1 × model=3 (the others make 3), but there are 8 devices"),
@@ -385,9 +338,8 @@ def test_describe_lists_every_key():
     for table in ("data", "optimizer", "train", "sample"):
         kind = typing.cast("type[BaseModel]", type(getattr(experiment(sample={}), table)))
         assert {f"{table}.{field}" for field in kind.model_fields} - {"data.mixture"} <= set(keys)
-    assert {"eval.NAME.source", "eval.NAME.field", "data.mixture.NAME.weight", "rules.PATTERN", "model.learns"} <= set(
-        keys
-    )
+    named = {"eval.NAME.source", "eval.NAME.field", "data.mixture.NAME.weight", "rules.PATTERN", "model.learns"}
+    assert named <= keys.keys()
     for size in SIZES.values():
         assert {f"model.{field.name}" for field in dataclasses.fields(size)} <= set(keys)
     assert all(key.description and key.type and key.default for key in keys.values())

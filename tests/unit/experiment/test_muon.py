@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 
-from jdp.base import notices
 from jdp.base.tree_paths import matches, path_of
 from jdp.core.flax_nnx import split
 from jdp.core.state import trained_part
@@ -139,8 +138,7 @@ def test_frozen_norms_still_tell_that_layers_are_stacked():
     assert set(found_in(shapes, "layers/*/kernel").values()) == {LAST_TWO}
 
 
-def test_frozen_leaves_have_no_state_and_are_reported(monkeypatch, capsys):
-    monkeypatch.setattr(notices, "_said", set())
+def test_frozen_leaves_have_no_state_and_are_reported(fresh_notices, capsys):
     params = params_of(TINY)
     trained = trained_part(params, [path != "final_norm/scale" for path in flat(params)])
     shapes = {path: leaf.shape for path, leaf in flat(params).items()}

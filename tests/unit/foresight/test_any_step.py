@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +13,18 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from judged import source_line
 
 import jdp
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
 from jdp.foresight.targets.resolve import target
 
-HERE = pathlib.Path(__file__)
 WIDTH, ROWS, LENGTH = 64, 64, 64
 
 
 def mesh_of(count=4, *, names=("data",), shape=None, first=0, kind=AxisType.Auto):
     devices = np.array(jax.devices()[first : first + count]).reshape(shape or (count,))
     return Mesh(devices, names, axis_types=(kind,) * len(names))
-
-
-def line_with(text):
-    """The place of a line of this file, as reports name it: the last that begins so."""
-    numbers = [n for n, line in enumerate(HERE.read_text().splitlines(), 1) if line.strip().startswith(text)]
-    return f"{HERE}:{numbers[-1]}"
 
 
 # A plain Flax step, as the NNX sharding guide writes it: metadata on the weights, constraints on the state, nnx.jit.
@@ -89,7 +82,7 @@ def test_the_nnx_guides_activations_are_reported():
     assert report.mesh == {"data": 8}
     assert not report.kept
     assert report.ratio > 3
-    lines = [line_with("hidden = nnx.gelu(self.up(x))"), line_with("return x + self.down(hidden)")]
+    lines = [source_line(Block.__call__, text) for text in ("hidden = nnx", "return x + self.down(hidden)")]
     assert any(line in report.symptoms[0] for line in lines)
     assert "no argument has these shapes" in report.symptoms[0]
     assert any(line in report.breaches[0] for line in lines)
@@ -122,10 +115,8 @@ def test_a_report_is_of_the_users_program():
     assert any("no argument is donated, so w (4 KiB a device)" in each for each in alone.symptoms)
 
 
-# jdp's own gradient in a step of the user's, which follows to other sizes though it is a shard_map
-
-
 def test_jdps_gradient_in_a_users_jit():
+    """It follows to other sizes, though it is a shard_map."""
     mesh = mesh_of()
     plan = jdp.Plan(mesh, "zero1", min_shard_size=64)
 
@@ -148,9 +139,6 @@ def test_jdps_gradient_in_a_users_jit():
     assert report.kept
     again = jdp.verify(step, params, batch, jax.random.key(0))  # nothing of the target is left in jax's caches
     assert (again.target, again.mesh) == ("cpu:4", {"data": 4})
-
-
-# What a function closed over
 
 
 def closing_over(mesh, *, local):
@@ -250,9 +238,6 @@ def test_fused_attention_is_traced_for_described_gpus(named):
     report = jdp.foresee(step, ws, x, target="h100:1x8" if named else None)
     assert report.timeline.attention_seconds > 0
     assert report.mesh == {"data": 8}
-
-
-# Bounds and parameters
 
 
 def test_bounds_by_bytes_and_by_parameters():

@@ -59,9 +59,8 @@ def test_the_fastest_that_fits():
 
 
 def test_equally_fast_candidates_are_chosen_by_memory():
-    choice, why = words(
-        estimate("zero1", gib=5, step=0.1004), estimate("ddp", gib=10), estimate("zero3", gib=3, step=0.1012)
-    )
+    alike = estimate("zero1", gib=5, step=0.1004), estimate("ddp", gib=10), estimate("zero3", gib=3, step=0.1012)
+    choice, why = words(*alike)
     assert choice.strategy == "zero1" and "ddp takes as long; zero3 takes as long" in why
     choice, _ = words(estimate("zero1", gib=5), estimate("ddp", gib=10), estimate("zero3", gib=3, kept=False))
     assert choice.strategy == "zero1", "one that keeps its contract comes first"

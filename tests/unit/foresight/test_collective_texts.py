@@ -1,14 +1,13 @@
 """The HLO reader against texts: lines that compilers print (jax 0.10 and 0.12, harvested), and texts it must refuse."""
 
-import jax
 import pytest
 
 from jdp.foresight.program.collectives import collectives
 
 
-def module(*entry: str, before: str = "", devices: str = "num_partitions=8") -> str:
+def module(*entry: str, before: str = "") -> str:
     lines = "\n".join(f"  {line}" for line in entry)
-    head = f"HloModule jit_step, is_scheduled=true, entry_computation_layout={{(f32[])->f32[]}}, {devices}\n"
+    head = "HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[])->f32[]}, num_partitions=8\n"
     return f"{head}\n{before}\nENTRY %main (p: f32[]) -> f32[] {{\n{lines}\n}}\n"
 
 
@@ -102,10 +101,8 @@ def test_notations_of_device_groups(notation, groups):
 
 def test_strings_do_not_look_like_attributes():
     tricky = r'metadata={op_name="f(x) \"all-reduce(\" replica_groups={{9}} calls=%nowhere {"}'
-    first, last = (
-        f"%s = f32[8]{{0}} all-reduce(%x), {tricky}, {EVERYONE}, to_apply=%add",
-        f"%t = f32[8]{{0}} fusion(%x), kind=kLoop, calls=%quiet, {tricky}",
-    )
+    first = f"%s = f32[8]{{0}} all-reduce(%x), {tricky}, {EVERYONE}, to_apply=%add"
+    last = f"%t = f32[8]{{0}} fusion(%x), kind=kLoop, calls=%quiet, {tricky}"
     quiet = f"%quiet (p: f32[8]) -> f32[8] {{\n  ROOT %p = f32[8] add(%p, %p), {tricky}\n}}\n"
     [found] = collectives(module(first, last, before=quiet))
     assert found.group_size == 8
@@ -138,23 +135,19 @@ StackFrames
     assert [c.op_name for c in found] == ["a/b", "a/b", "a/b", None]
 
 
-# What is said of texts that cannot be read
-
-
-def test_text_of_no_compiled_program_is_refused():
-    lowered = jax.jit(lambda x: x + 1).lower(1.0).as_text()
-    with pytest.raises(ValueError, match=r"begins 'module @jit.*compile\(\)\.as_text\(\)"):
-        collectives(lowered)
-
-
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("text", "complaint"),
     [
-        ("%g = f32[8]{0} all-reduce(%x), replica_groups=<new>, to_apply=%add", "no device groups in a known notation"),
-        (f"%g = q7[8]{{0}} all-reduce(%x), {EVERYONE}, to_apply=%add", "element type 'q7'"),
-        ("%c = f32[8]{0} call(%x), to_apply=%missing", "calls computation 'missing' but lacks it"),
+        (
+            "module @jit_step attributes {mhlo.num_partitions = 1 : i32} {\n}",
+            r"begins 'module @jit.*compile\(\)\.as_text\(\)",
+        ),
+        (module("%g = f32[8]{0} all-reduce(%x), replica_groups=<new>"), "no device groups in a known notation"),
+        (module(f"%g = q7[8]{{0}} all-reduce(%x), {EVERYONE}, to_apply=%add"), "element type 'q7'"),
+        (module("%c = f32[8]{0} call(%x), to_apply=%missing"), "calls computation 'missing' but lacks it"),
     ],
+    ids=["not compiled", "groups", "type", "computation"],
 )
-def test_unknown_notations_are_refused(line, complaint):
+def test_unknown_texts_are_refused(text, complaint):
     with pytest.raises(ValueError, match=complaint):
-        collectives(module(line))
+        collectives(text)

@@ -64,9 +64,6 @@ def test_bytes_of_one_collective(where, dtype, f, ins, outs, kind, elements, sha
     assert traffic([found]) == {kind: payload}
 
 
-# Groups
-
-
 @ON_BOTH
 @pytest.mark.parametrize(
     ("axes", "groups"),
@@ -84,9 +81,6 @@ def test_groups_on_a_two_dimensional_mesh(where, axes, groups):
     n = len(groups[0])
     assert (found.groups, found.group_size) == (groups, n)
     assert found.wire_bytes == 2 * (n - 1) / n * 4096
-
-
-# Loops and branches
 
 
 @ON_BOTH

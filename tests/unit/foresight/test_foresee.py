@@ -60,44 +60,26 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def jdp_command(folder, monkeypatch, capfd):
+@pytest.fixture(scope="module")
+def jdp_command(folder):
     """Run a command in this process; (exit code, stdout, stderr)."""
-    monkeypatch.setenv("JDP_CACHE_DIR", str(folder / "cache"))
 
-    def run(command, *arguments, file="small.toml"):
-        code = cli.main([command, str(folder / file), *arguments])
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
+    def run(command, *arguments, file="digits.toml"):
+        with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as out:
+            patched.setenv("JDP_CACHE_DIR", str(folder / "cache"))
+            with redirect_stderr(io.StringIO()) as err:
+                code = cli.main([command, str(folder / file), *arguments])
+        return code, out.getvalue(), err.getvalue()
 
     return run
 
 
-def plan_for_h100s(folder, *arguments):
-    """Run `jdp plan` on the digits, as `jdp_command` does, for what several tests read; (stdout, stderr)."""
-    with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as out:
-        patched.setenv("JDP_CACHE_DIR", str(folder / "cache"))
-        with redirect_stderr(io.StringIO()) as err:
-            assert cli.main(["plan", str(folder / "digits.toml"), "--target", "h100:1x8", *arguments]) == 0
-    return out.getvalue(), err.getvalue()
-
-
 @pytest.fixture(scope="module")
-def planned(folder):
+def planned(jdp_command):
     """What the first plan prints as JSON."""
-    return json.loads(plan_for_h100s(folder, "--json")[0])
-
-
-@pytest.fixture(scope="module")
-def again(planned, folder):
-    """The second plan as JSON, with a page."""
-    return json.loads(plan_for_h100s(folder, "--json", "--html", str(folder / "plan.html"))[0])
-
-
-@pytest.fixture(scope="module")
-def told(planned, folder):
-    """The same for people: (stdout, stderr)."""
-    return plan_for_h100s(folder)
+    code, out, _ = jdp_command("plan", "--target", "h100:1x8", "--json")
+    assert code == 0
+    return json.loads(out)
 
 
 def test_the_promised_object(planned):
@@ -113,23 +95,23 @@ def test_the_promised_object(planned):
     assert planned["choice"] in STRATEGIES and planned["choice"] in planned["why"]
 
 
-def test_the_second_plan_comes_from_the_cache(planned, again, folder):
-    assert all(row["compile_seconds"] == 0 and row["cached"] for row in again["strategies"])
+def test_the_second_plan_comes_from_the_cache(planned, jdp_command, folder):
+    page = folder / "plan.html"
+    code, out, _ = jdp_command("plan", "--target", "h100:1x8", "--json", "--html", str(page))
+    again = json.loads(out)
+    assert code == 0 and all(row["compile_seconds"] == 0 and row["cached"] for row in again["strategies"])
     assert not all(row["cached"] for row in planned["strategies"])
-    assert [without_compiling(row) for row in again["strategies"]] == [*map(without_compiling, planned["strategies"])]
+    compiled = dict.fromkeys(("compile_seconds", "cached"))
+    assert [row | compiled for row in again["strategies"]] == [row | compiled for row in planned["strategies"]]
     assert again | {"strategies": planned["strategies"]} == planned
-
-    text = (folder / "plan.html").read_text("utf-8")
+    text = page.read_text("utf-8")
     assert text.startswith("<!DOCTYPE html>") and all(name in text for name in STRATEGIES)
 
 
-def without_compiling(row):
-    return {key: value for key, value in row.items() if key not in {"compile_seconds", "cached"}}
-
-
-def test_people_get_tables_and_sentences(told):
-    out, err = told
-    assert "Memory at the peak" in out and ": a step takes " in out
+@pytest.mark.usefixtures("planned")  # which takes the time to compile
+def test_people_get_tables_and_sentences(jdp_command):
+    code, out, err = jdp_command("plan", "--target", "h100:1x8")
+    assert code == 0 and "Memory at the peak" in out and ": a step takes " in out
     assert "[1/4] compiling ddp" in err
     for name in STRATEGIES:
         rows = [line for line in out.splitlines() if line.startswith(f"{name} ") and line[-1] != "."]
@@ -139,18 +121,18 @@ def test_people_get_tables_and_sentences(told):
 @pytest.mark.rest
 def test_what_does_not_fit_has_no_times(jdp_command):
     given = ("--target", "a100:1x8", "--strategy", "ddp", "--train.batch_size", str(2**28))
-    code, out, _ = jdp_command("plan", *given, "--json", file="digits.toml")
+    code, out, _ = jdp_command("plan", *given, "--json")
     [row] = json.loads(out)["strategies"]
     assert code == 0 and row["fits"] is False and row["bytes_per_device"] > row["available_bytes"]
     timed = ("step_seconds", "mfu", "exposed_fraction", "exposed_seconds", "tokens_per_second", "efficiency")
     assert {row[key] for key in timed} == {None} and row["wire_bytes_per_device"] > 0
-    code, out, _ = jdp_command("plan", *given, file="digits.toml")
+    code, out, _ = jdp_command("plan", *given)
     [line] = [line for line in out.splitlines() if line.startswith("ddp") and {"auto", "manual"} & {*line.split()}]
     assert code == 0 and line.split()[-6:] == ["–"] * 6
 
 
 def test_verify_keeps_or_breaks(jdp_command, planned):
-    code, out, _ = jdp_command("verify", "--target", "h100:1x8", "--json", file="digits.toml")
+    code, out, _ = jdp_command("verify", "--target", "h100:1x8", "--json")
     report = json.loads(out)
     assert code == 0 and report["kept"] and report["breaches"] == []
     assert (report["strategy"], report["target"]) == ("zero1", "h100:1x8")
@@ -161,7 +143,7 @@ def test_verify_keeps_or_breaks(jdp_command, planned):
     assert all(not c["in_accumulation_loop"] for c in report["collectives"])
 
     arguments = ("--partitioning", "auto", "--train.accumulate", "2", "--precision", "fp32")
-    code, out, _ = jdp_command("verify", "--target", "h100:1x8", *arguments, file="digits.toml")
+    code, out, _ = jdp_command("verify", "--target", "h100:1x8", *arguments)
     assert code == 1 and "partitioning" in out and "manual" in out
 
 
@@ -177,7 +159,7 @@ MISTAKES = [
     ("arguments", "said"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
 )
 def test_mistakes(jdp_command, arguments, said):
-    code, out, err = jdp_command(*arguments)
+    code, out, err = jdp_command(*arguments, file="small.toml")
     assert code == 2 and out == ""
     assert said in err and "Traceback" not in err
 

@@ -7,6 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from described_gpus import program_of
 from paths import EXPERIMENTS
 
 from jdp.foresight.program.module import parse
@@ -15,13 +16,6 @@ from jdp.foresight.timing.attention import Attention, attention_seconds
 from jdp.foresight.timing.kernels import CostModel, cost, unknown_work
 from jdp.foresight.timing.matmuls import Product
 from jdp.foresight.timing.timeline import timeline
-
-
-def compiled(function, *shapes, dtype="bfloat16"):
-    """`function`, compiled for one H100."""
-    device = jax.sharding.SingleDeviceSharding(target("h100:1x1").devices[0])
-    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=device) for shape in shapes]
-    return parse(jax.jit(function).lower(*arguments).compile().as_text())
 
 
 def entry_costs(program):
@@ -34,12 +28,11 @@ def flops(program):
 
 @pytest.mark.aot
 def test_a_product_with_an_epilogue_is_one_fusion():
-    program = compiled(lambda x, w, b: jnp.tanh(x @ w + b), (1024, 512), (512, 2048), (2048,))
+    program = program_of(lambda x, w, b: jnp.tanh(x @ w + b), (1024, 512), (512, 2048), (2048,))
     costs = entry_costs(program)
     assert flops(program) == 2 * 1024 * 512 * 2048
-    [product] = [product for c in costs.values() for product in c.products]
-    assert product.dtype == "bf16"
-    (fusion,) = [c for c in costs.values() if c.products]
+    [fusion] = [c for c in costs.values() if c.products]
+    assert [product.dtype for product in fusion.products] == ["bf16"]
     assert fusion.special_functions == 1024 * 2048  # the tanh is inside
     assert fusion.bytes == 2 * (1024 * 512 + 512 * 2048 + 2048 + 1024 * 2048)
 
@@ -52,12 +45,9 @@ def test_convolutions_forward_and_backward():
     def loss(x, w):
         return (convolution(x, w).astype(jnp.float32) ** 2).sum()
 
-    program = compiled(jax.grad(loss, (0, 1)), (4, 16, 16, 32), (3, 3, 32, 64))
+    program = program_of(jax.grad(loss, (0, 1)), (4, 16, 16, 32), (3, 3, 32, 64))
     one = 2 * (4 * 16 * 16 * 64) * (3 * 3 * 32)
     assert flops(program) == 3 * one  # the output, for the loss' gradient; and the gradients of input and kernel
-
-
-# Texts by hand.
 
 
 def text(entry, others="", parameters=()):

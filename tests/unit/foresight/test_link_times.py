@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jdp.foresight.program.collectives import KINDS
-from jdp.foresight.targets.resolve import Target, target
+from jdp.foresight.targets.resolve import target
 from jdp.foresight.timing.operations import collective_cost
 
 pytestmark = pytest.mark.aot
@@ -15,10 +15,6 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 US = 1e-6
 H100_LINK = 18 * 20.6e9  # B/s: 18 NVLinks, each as fast as NCCL counts it
 H100_CARD = 48e9  # B/s: a 400 Gb/s card behind PCIe 5
-
-
-def everyone(cluster: Target) -> tuple[tuple[int, ...], ...]:
-    return (tuple(range(len(cluster.devices))),)
 
 
 def groups_for(kind: str, *members: int) -> tuple[tuple[int, ...], ...]:
@@ -74,11 +70,8 @@ def test_what_nccls_authors_measure_with_large_messages(name, kind, measured):
     cluster = target(name)
     n, size = len(cluster.devices), 8 * GIB
     wire_bytes = (2 if kind == "all-reduce" else 1) * (n - 1) / n * size
-    bandwidth = wire_bytes / collective_cost(kind, size, everyone(cluster), cluster).seconds
+    bandwidth = wire_bytes / collective_cost(kind, size, (tuple(range(n)),), cluster).seconds
     assert bandwidth / 1e9 == pytest.approx(measured, rel=0.01)  # they round to a few GB/s
-
-
-# What must hold for every number.
 
 
 @pytest.mark.parametrize("name", ["a100:4x8", "h100:4x8", "b200:4x8"])
@@ -89,9 +82,6 @@ def test_more_bytes_are_never_faster(name, kind):
     for members in ((0, 1), tuple(range(8)), (0, 8), (0, 1, 8, 9), tuple(range(32))):
         times = [collective_cost(kind, size, groups_for(kind, *members), cluster).seconds for size in sizes]
         assert all(a <= b for a, b in itertools.pairwise(times))
-
-
-# One's own cluster, and what is refused.
 
 
 def test_a_cluster_with_slower_cards_and_longer_hops(tmp_path):

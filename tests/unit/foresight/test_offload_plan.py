@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from trainings import abstract_step
 
 import jdp
 from jdp.core import layers
@@ -42,8 +43,7 @@ def foreseen():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(layers._Body, "unrolls", False)
         plan = jdp.Plan(jdp.make_mesh(data=8), "zero3", offload="optimizer")
-        state = jdp.abstract_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
-        step = jdp.make_train_step(loss, plan, precision="bf16", check_loss=False)
+        step, state = abstract_step(loss, init, optax.adamw(1e-3), plan, precision="bf16")
         devices = target("h100:1x8")
         batch = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
         (candidate,) = candidates(step, state, batch, devices, strategies=["zero3"])

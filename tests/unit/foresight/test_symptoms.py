@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from trainings import abstract_step
 
 import jdp
 from jdp.foresight.targets.resolve import target
@@ -54,15 +55,11 @@ def verified(hidden_of, *, on="h100:1x8", strategy="ddp", replicated=False, **ax
     def loss(params, batch, rng):
         return jdp.Loss(jnp.sum((hidden_of(params, batch["x"], rng, mesh) @ params["v"]) ** 2), jnp.float32(96))
 
-    state = jdp.abstract_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
+    step, state = abstract_step(loss, init, optax.adamw(1e-3), plan, partitioning="auto")
     if replicated:
-        state = dataclasses.replace(state, params=jax.tree.map(functools.partial(replicate, mesh), state.params))
-    batch = {"x": jax.ShapeDtypeStruct((96, 256), "float32")}
-    return verify(jdp.make_train_step(loss, plan, partitioning="auto", check_loss=False), state, batch)
-
-
-def replicate(mesh, leaf):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
+        everywhere = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))  # noqa: E731
+        state = dataclasses.replace(state, params=jax.tree.map(everywhere, state.params))
+    return verify(step, state, {"x": jax.ShapeDtypeStruct((96, 256), "float32")})
 
 
 def lines(function):

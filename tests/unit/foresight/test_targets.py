@@ -24,9 +24,6 @@ def compiled(devices, f, shape=(64, 128), dtype=jnp.float32, **options) -> str:
     return lowered.compile(compiler_options=options).as_text()
 
 
-# What a target is
-
-
 @pytest.mark.aot
 def test_devices_are_ordered_host_by_host():
     found = target("h100:3x4")
@@ -59,18 +56,14 @@ def test_every_gpu_kind_compiles_matrix_products_and_collectives(kind, descripti
     assert "all-reduce" in text
 
 
-# A name that is no target
-
-
 BAD = ["", "h100", "h100:8", "h100:0x8", "h100:8x8x8", "cpu:1x8", "cluster.toml:8", "tpu-v5e:4x0"]
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("name", BAD)
 def test_bad_grammar_is_refused_with_the_grammar(name):
-    with pytest.raises(
-        ValueError, match=r"KIND:HOSTSxPER_HOST.*h100:8x8.*cluster.toml:8x8.*tpu-v5e:4x4.*cpu:8"
-    ) as error:
+    grammar = r"KIND:HOSTSxPER_HOST.*h100:8x8.*cluster.toml:8x8.*tpu-v5e:4x4.*cpu:8"
+    with pytest.raises(ValueError, match=grammar) as error:
         target(name)
     assert repr(name) in str(error.value)
 
@@ -88,37 +81,25 @@ def test_bad_targets_are_refused_with_the_fix(name, message):
         target(name)
 
 
-# A compiler that is missing or wrong
-
-
-def packages(monkeypatch, **versions: str | None) -> None:
-    """Pretend these packages have these versions, or (None) are not installed."""
-    real = importlib.metadata.version
-    given = {name.replace("_", "-"): version for name, version in versions.items()}
-
-    def version(name: str) -> str:
-        if name in given and given[name] is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return given.get(name) or real(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-
-
 @pytest.mark.aot
 def test_a_missing_compiler_is_one_command_away(monkeypatch):
-    packages(monkeypatch, jax_cuda13_pjrt=None, libtpu=None)
+    real, versions = importlib.metadata.version, {"jax-cuda13-pjrt": "", "libtpu": ""}
+
+    def version(name: str) -> str:
+        if versions.get(name) == "":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions.get(name) or real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ValueError, match=r"GPU compiler, which is not installed: pip install 'jdp\[aot\]'$"):
         target("h100:1x8")
     with pytest.raises(ValueError, match=r"needs .* libtpu, which is not installed: pip install 'jdp\[tpu\]'$"):
         target("tpu-v5e:4x4")
     jaxlib = importlib.metadata.version("jaxlib")
-    packages(monkeypatch, jax_cuda13_pjrt="0.9.9")
+    versions["jax-cuda13-pjrt"] = "0.9.9"
     with pytest.raises(ValueError, match=r"jax-cuda13-pjrt is 0\.9\.9, jaxlib is") as error:
         target("h100:1x8")
     assert f"pip install 'jax-cuda13-plugin=={jaxlib}' 'jax-cuda13-pjrt=={jaxlib}'" in str(error.value)
-
-
-# What is published about a chip
 
 
 @pytest.mark.aot
@@ -142,9 +123,6 @@ def test_peaks_and_links_are_those_of_data_sheets(kind, multiply_adds, ghz, nvli
     assert gpu.vector_flops == pytest.approx(2 * gpu.cores * gpu.lanes * gpu.clock_ghz * 1e9, rel=0.01)
     assert (gpu.link_bandwidth, gpu.network_bandwidth) == (nvlink_gb_s * 1e9 / 2, card_gbit_s * 1e9 / 8)
     assert 0.8 <= gpu.link_efficiency < gpu.network_efficiency < 1
-
-
-# A file for one's own cluster
 
 
 def cluster(folder: Path, text: str, shape: str = "1x8") -> Target:
@@ -194,9 +172,6 @@ def test_a_mistake_in_a_cluster_file_is_named(tmp_path, line, message):
     with pytest.raises(ValueError, match=message) as error:
         cluster(tmp_path, line if line.startswith("like") else f'like = "h100"\n{line}\n')
     assert str(tmp_path / "cluster.toml") in str(error.value)
-
-
-# What XLA dumps on the device
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,13 @@
 programs that XLA's GPU compiler made."""
 
 import functools
+import itertools
 import random
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import pytest
+from described_gpus import program_of
 
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
@@ -41,55 +42,35 @@ def gather_seconds(shard=SHARD):
 # Texts from nested lists: ("compute", elements), ("start" or "sync", name, shard), ("done", name), ("loop", trips, […])
 
 
-@dataclass
-class Writer:
-    """Writes the HLO text of such a list; loops become computations."""
-
-    computations: list[str]
-    count: int = 0
-
-    def name(self, kind):
-        self.count += 1
-        return f"{kind}.{self.count}"
-
-    def body(self, work):
-        lines = ["  %p = s32[] parameter(0)"]
-        for kind, *rest in work:
-            lines += getattr(self, kind)(*rest)
-        return lines
-
-    def compute(self, elements):
-        x, y = self.name("x"), self.name("copy")
-        return [f"  %{x} = f32[{elements}]{{0}} parameter(1)", f"  %{y} = f32[{elements}]{{0}} copy(%{x})"]
-
-    def start(self, name, shard):
-        return self.gather(name, shard, f"(f32[{shard}]{{0}}, f32[{8 * shard}]{{0}}) all-gather-start")
-
-    def done(self, name):
-        return [f"  %{self.name('done')} = f32[{8 * SHARD}]{{0}} all-gather-done(%{name})"]
-
-    def sync(self, name, shard):
-        return self.gather(name, shard, f"f32[{8 * shard}]{{0}} all-gather")
-
-    def gather(self, name, shard, operation):
-        x = self.name("x")
-        return [f"  %{x} = f32[{shard}]{{0}} parameter(1)", f"  %{name} = {operation}(%{x}), {self.groups}"]
-
-    def loop(self, trips, work):
-        body, condition = self.name("body"), self.name("condition")
-        known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips is not None else ""
-        self.computations.append("\n".join([f"%{body} (p: s32[]) -> s32[] {{", *self.body(work), "}"]))
-        self.computations.append(f"%{condition} (p: s32[]) -> pred[] {{\n  %p = s32[] parameter(0)\n}}")
-        return [f"  %{self.name('while')} = s32[] while(%p), condition=%{condition}, body=%{body}{known}"]
-
-    groups = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+GROUPS = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
 
 
 def simulated(work):
-    writer = Writer([])
-    entry = ["ENTRY %main (p: s32[]) -> s32[] {", *writer.body(work), "}"]
-    header = "HloModule m, is_scheduled=true, num_partitions=8\n"
-    return timeline(parse("\n\n".join([header, *writer.computations, "\n".join(entry)])), h100())
+    """The timeline of such a list, written as HLO text; loops become computations."""
+    computations, numbers = ["HloModule m, is_scheduled=true, num_partitions=8\n"], itertools.count(1)
+
+    def write(head, work):
+        lines = [f"{head} {{", "  %p = s32[] parameter(0)"]
+        for (kind, *fields), i in zip(work, numbers, strict=False):
+            match kind, *fields:
+                case "compute", size:
+                    lines += [f"  %x.{i} = f32[{size}]{{0}} parameter(1)", f"  %y.{i} = f32[{size}]{{0}} copy(%x.{i})"]
+                case "start" | "sync", name, shard:
+                    result = f"f32[{8 * shard}]{{0}} all-gather"
+                    if kind == "start":
+                        result = f"(f32[{shard}]{{0}}, f32[{8 * shard}]{{0}}) all-gather-start"
+                    lines += [f"  %x.{i} = f32[{shard}]{{0}} parameter(1)", f"  %{name} = {result}(%x.{i}), {GROUPS}"]
+                case "done", name:
+                    lines.append(f"  %done.{i} = f32[{8 * SHARD}]{{0}} all-gather-done(%{name})")
+                case "loop", trips, inside:
+                    write(f"%body.{i} (p: s32[]) -> s32[]", inside)
+                    write(f"%condition.{i} (p: s32[]) -> pred[]", [])
+                    known = "" if trips is None else f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+                    lines.append(f"  %while.{i} = s32[] while(%p), condition=%condition.{i}, body=%body.{i}{known}")
+        computations.append("\n".join([*lines, "}"]))
+
+    write("ENTRY %main (p: s32[]) -> s32[]", work)
+    return timeline(parse("\n\n".join(computations)), h100())
 
 
 def written_out(work):
@@ -202,20 +183,11 @@ def test_a_long_loop_is_simulated_in_few_events():
     assert [event.times for event in result.events[-2:]] == [10**9 - 2] * 2
 
 
-# Programs that XLA made.
-
-
-def compiled(function, *shapes):
-    device = jax.sharding.SingleDeviceSharding(target("h100:1x1").devices[0])
-    arguments = [jax.ShapeDtypeStruct(shape, "bfloat16", sharding=device) for shape in shapes]
-    return timeline(parse(jax.jit(function).lower(*arguments).compile().as_text()), target("h100:1x1"))
-
-
 def test_flops_in_loops_count_each_round():
     def layers(x, w):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
-    result = compiled(layers, (256, 512), (7, 512, 512))
+    result = timeline(program_of(layers, (256, 512), (7, 512, 512)), target("h100:1x1"))
     assert result.flops == 7 * 2 * 256 * 512 * 512
     assert 0 < result.matmul_seconds < result.compute_seconds
     assert result.step_seconds == pytest.approx(result.compute_seconds)

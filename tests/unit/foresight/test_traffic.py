@@ -15,9 +15,11 @@ import optax
 import pytest
 from described_gpus import WITHOUT_TRITON
 from flax import nnx
+from trainings import abstract_step
 
 import jdp
 from jdp.experiment.losses import text_loss
+from jdp.foresight.memory import CLASSES, RESERVED_BYTES, Memory, memory
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import Report, report
@@ -51,14 +53,6 @@ class Program:
     compiled: Compiled
     report: Report
 
-    @property
-    def params(self):
-        return self.report.theory.parameters
-
-    @property
-    def collectives(self):
-        return [s.collective for s in self.report.collectives]
-
 
 def image_loss(model, batch, rng):
     logits = model(batch["x"], rng=rng, weights=batch["weights"])
@@ -78,18 +72,16 @@ def abstract_batch(config, rows):
 
 
 @functools.cache
-def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h100:1x8", wrt=None, adam=False):
+def compiled(config, strategy, accumulate, on="h100:1x8", wrt=None, adam=False):
     """The train step of `config`, compiled for the target `on`. What is sent, and which weights are gathered when,
     depends neither on the optimizer nor on how matrix products are computed: no AdamW, no Triton kernels."""
     devices = target(on).devices
     plan = jdp.Plan(jdp.make_mesh(devices=devices), strategy)
     init = lambda rng: build(config, rngs=nnx.Rngs(rng))  # noqa: E731
     tx = optax.adamw(1e-3) if adam else optax.sgd(1e-3)
-    state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt)
-    batch, loss = abstract_batch(config, len(devices) * accumulate * 2), LOSSES[type(config)]
-    settings = {"precision": precision, "partitioning": partitioning, "compiler": WITHOUT_TRITON}
-    step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings, check_loss=False)
-    program = compile_step(step.lower(state, batch))
+    settings = {"precision": "bf16", "accumulate": accumulate, "compiler": WITHOUT_TRITON}
+    step, state = abstract_step(LOSSES[type(config)], init, tx, plan, wrt=wrt, **settings)
+    program = compile_step(step.lower(state, abstract_batch(config, len(devices) * accumulate * 2)))
     return Program(step, state, program, report(step, state, program, on))
 
 
@@ -114,7 +106,7 @@ def case_id(case):
 @pytest.mark.default_ids("gpt-zero3-4", "mlp-ddp-4", "mlp-zero1-4", "mlp-zero2-4")
 def test_the_chosen_partitioning_keeps_the_contract(case):
     config, strategy, accumulate = case
-    keeps(compiled(config, strategy, None, accumulate).report)
+    keeps(compiled(config, strategy, accumulate).report)
 
 
 def keeps(report):
@@ -127,7 +119,7 @@ def keeps(report):
 
 def test_across_hosts_too():
     """The cheapest model; ResNet and ViT go across hosts below, layers with replicas in test_model_axis."""
-    keeps(compiled(WIDE, "zero2", None, 4, on="h100:8x8").report)
+    keeps(compiled(WIDE, "zero2", 4, on="h100:8x8").report)
 
 
 # Images: convolutions and attention over patches, for 64 devices on 8 hosts.
@@ -143,21 +135,21 @@ IMAGES_QUICK = [(RESNET, "zero1", 4), (VIT, "zero3", 1)]
 )
 @pytest.mark.default_ids()
 def test_resnet_and_vit_keep_the_contract(config, strategy, accumulate):
-    keeps(compiled(config, strategy, None, accumulate, on="h100:8x8").report)
+    keeps(compiled(config, strategy, accumulate, on="h100:8x8").report)
 
 
 @pytest.mark.rest
 def test_batch_statistics_are_counted_apart():
     """Each microbatch, for a norm of C channels: 2 C + 1 sums forward, as many backward. Were they counted as anything
     else that nobody promised, they would break the contract of a ResNet with several microbatches."""
-    report = compiled(RESNET, "zero1", None, 4, on="h100:8x8").report
+    report = compiled(RESNET, "zero1", 4, on="h100:8x8").report
     channels = (192, 192, 192, 384, 384, 384)  # the stem; two in each block; the second block's shortcut
     assert report.statistics.expected_bytes == 4 * 2 * 4 * sum(2 * c + 1 for c in channels)
     assert report.statistics.ratio == 1
     assert report.statistics.in_loop_bytes == report.statistics.found_bytes
     assert "Statistics of batch norms" in str(report)
     assert report.to_json()["batch_statistics"]["found_bytes"] == report.statistics.found_bytes
-    assert compiled(VIT, "zero3", None, 1, on="h100:8x8").report.statistics is None
+    assert compiled(VIT, "zero3", 1, on="h100:8x8").report.statistics is None
 
 
 # Partial training
@@ -169,7 +161,7 @@ ATTENTION = "layers/attention/*"
 @pytest.mark.parametrize(("strategy", "accumulate"), [("ddp", 4), ("zero3", 1)])
 def test_only_what_is_trained_has_gradients_to_reduce(strategy, accumulate):
     """Attention trained, the rest frozen: gathers as ever, reductions of the trained quarter."""
-    program = compiled(GPT, strategy, None, accumulate, wrt=ATTENTION)
+    program = compiled(GPT, strategy, accumulate, wrt=ATTENTION)
     keeps(program.report)
     trained = GPT.layers * (256 * 256 * 2 + 256 * 128 * 2)  # layers x (query and output; key and value)
     [row] = [
@@ -178,7 +170,7 @@ def test_only_what_is_trained_has_gradients_to_reduce(strategy, accumulate):
     assert row.expected_bytes == 4 * trained
     assert 0.98 * 4 * trained <= row.found_bytes <= 1.02 * 4 * trained
     theory = program.report.theory
-    assert theory.most_gathered_bytes == (0 if strategy == "ddp" else 2 * 2 * program.params)
+    assert theory.most_gathered_bytes == (0 if strategy == "ddp" else 2 * 2 * theory.parameters)
     once = 2 * 2 * (512 + 64) * 256 + theory.most_gathered_bytes / GPT.layers / 2  # the embedding, the last layer
     assert theory.payload_bytes.get("all-gather", 0) >= 0.98 * (theory.most_gathered_bytes - once)
 
@@ -193,7 +185,55 @@ def test_what_runs_in_the_loop_over_the_microbatches(config, strategy):
     """Distinguished from the loop over the layers, which runs four times as well in the scanned model."""
     looped = {"ddp": set(), "zero1": set(), "zero2": {"reduce-scatter"}, "zero3": {"reduce-scatter", "all-gather"}}
     trained = {"wrt": ATTENTION} if (config, strategy) == (GPT, "ddp") else {}  # called as above: `compiled` is cached
-    report = compiled(config, strategy, None, 4, **trained).report
+    report = compiled(config, strategy, 4, **trained).report
     placed = [s for s in report.collectives if s.collective.payload_bytes > 8192]
     assert {s.collective.kind for s in placed if s.in_accumulation_loop} == looped[strategy]
     assert not {s.collective.kind for s in placed if not s.in_accumulation_loop} & looped[strategy]
+
+
+# Memory by class, of the same programs.
+
+
+@pytest.mark.parametrize(
+    ("config", "strategy", "accumulate"),
+    [(MLP, "zero1", 1), (MLP, "ddp", 4), (GPT, "zero3", 4)],
+    ids=["mlp-zero1-1", "mlp-ddp-4", "gpt-zero3-4"],
+)
+@pytest.mark.default_ids("mlp-zero1-1")
+def test_classes_add_up_to_the_allocations(config, strategy, accumulate):
+    """Exact, from the placements; what XLA allocates is the other side of every account."""
+    program = compiled(config, strategy, accumulate, adam=True)
+    found, memory = program.compiled, program.report.memory
+    assert memory.total == sum(memory.by_class().values()) == found.total_bytes
+    assert min(memory.by_class().values()) >= 0 and list(memory.by_class()) == list(CLASSES)
+    sizes = {}
+    for place in program.step.plan.placements(program.state):
+        kind = place.path.partition("/")[0]
+        sizes[kind] = sizes.get(kind, 0) + place.bytes_per_device
+    assert (memory.parameters, memory.optimizer) == (sizes["params"], sizes["opt_state"])
+    batch = jax.tree.leaves(abstract_batch(config, 8 * accumulate * 2))
+    assert memory.batch == sum(leaf.size * leaf.dtype.itemsize for leaf in batch) // 8
+    assert found.argument_bytes == sum(sizes.values()) + memory.batch == sum(each.bytes for each in memory.arguments)
+    assert memory.outside == 0
+    state_leaves = [each for each in memory.arguments if each.path.startswith(("params/", "opt_state/"))]
+    assert all(each.in_place for each in state_leaves if each.bytes > 1024)
+
+
+def test_an_evaluation_step_leaves_the_optimizer_state_outside():
+    trained = compiled(MLP, "zero1", 1, adam=True)
+    step = jdp.make_eval_step(mlp_loss, trained.step.plan, precision="bf16", check_loss=False)
+    program = compile_step(step.lower(trained.state, abstract_batch(MLP, 16)))
+    found = memory(program, step, trained.state)
+    assert found.optimizer == 0
+    assert found.outside >= trained.report.memory.optimizer
+    assert found.fits(2**40).needed == found.total + found.outside
+
+
+def test_fits_as_jax_allocates():
+    gib = 2**30
+    fits = lambda total: Memory(temporaries=total * gib).fits(80 * gib)  # noqa: E731
+    usual, more, too_much = fits(60), fits(70), fits(79)
+    assert (usual.fits, usual.needed, usual.available, usual.fraction) == (True, 60 * gib, 78 * gib, None)
+    assert more.fits and more.fraction == 0.875 and "XLA_CLIENT_MEM_FRACTION=0.875" in more.words
+    assert not too_much.fits and too_much.fraction is None and "does not fit" in too_much.words
+    assert too_much.available == 80 * gib - RESERVED_BYTES

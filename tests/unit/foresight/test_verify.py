@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from judged import judged
+from trainings import plan_of
 
 import jdp
 from jdp.foresight.targets.relocate import abstract_on
@@ -22,19 +23,12 @@ def init(rng):
     return {"w": jax.random.normal(rng, (64, 128)), "v": jax.random.normal(rng, (128, 64))}
 
 
-def made(strategy="zero1", *, devices=None, rows=16, abstract=True, mesh=None, **settings):
-    mesh = jdp.make_mesh(devices=devices or jax.devices(), **(mesh or {}))
-    plan = jdp.Plan(mesh, strategy)
-    state_of = jdp.abstract_state if abstract else jdp.init_state
+def made(strategy="zero1", *, devices=8, abstract=True, **settings):
+    plan, state_of = plan_of(strategy, devices), jdp.abstract_state if abstract else jdp.init_state
     state = state_of(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
-    return (
-        jdp.make_train_step(loss_fn, plan, **settings, check_loss=False),
-        state,
-        {"x": np.ones((rows, 64), np.float32)},
-    )
+    step = jdp.make_train_step(loss_fn, plan, **settings, check_loss=False)
+    return step, state, {"x": np.ones((16, 64), np.float32)}
 
-
-# The report
 
 PROMISED_KEYS = ["kept", "strategy", "target", "wire_bytes_per_device", "theory_wire_bytes_per_device", "ratio"]
 
@@ -71,7 +65,7 @@ def test_the_promised_json():
 
 
 def test_on_this_machines_devices():
-    report = judged(*made("zero3", devices=jax.devices()[:4], abstract=False, accumulate=2, partitioning="manual"))
+    report = judged(*made("zero3", devices=4, abstract=False, accumulate=2, partitioning="manual"))
     assert report.kept
     assert (report.target, report.mesh) == ("cpu:4", {"data": 4})
     assert "XLA:CPU" in report.notes[-1]
@@ -93,7 +87,7 @@ def test_what_xla_cpu_sends_is_not_judged(target):
 
 
 def test_one_device_sends_nothing():
-    report = verify(*made("zero3", devices=jax.devices()[:1]))
+    report = verify(*made("zero3", devices=1))
     assert report.kept
     assert (report.wire_bytes_per_device, report.theory_wire_bytes_per_device, report.ratio) == (0, 0, 0)
     assert (report.collectives, report.rows) == ((), ())
@@ -102,13 +96,9 @@ def test_one_device_sends_nothing():
 
 def test_an_evaluation_step_has_no_contract():
     step, state, batch = made()
-    with pytest.raises(
-        ValueError, match=r"jdp\.verify takes a training step \(jdp\.make_train_step\); given an evaluation step"
-    ):
+    words = r"jdp\.verify takes a training step \(jdp\.make_train_step\); given an evaluation step"
+    with pytest.raises(ValueError, match=words):
         verify(jdp.make_eval_step(loss_fn, step.plan, check_loss=False), state, batch)
-
-
-# A step, its state and its batch on a target's devices
 
 
 @pytest.mark.aot

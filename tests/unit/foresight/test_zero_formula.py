@@ -43,11 +43,8 @@ def test_refusals(arguments, message):
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_bytes_sent_are_those_of_the_contract(name, accumulate):
-    plan = jdp.Plan(jdp.make_mesh(data=8), name, min_shard_size=1)
-    precision = jdp.Precision(compute="bf16")
-    row = theory(
-        plan, {"w": jax.ShapeDtypeStruct((64, 32), "float32")}, StepSettings(accumulate=accumulate, precision=precision)
-    )
+    plan, params = jdp.Plan(jdp.make_mesh(data=8), name), {"w": jax.ShapeDtypeStruct((64, 32), "float32")}
+    row = theory(plan, params, StepSettings(accumulate=accumulate, precision=jdp.Precision(compute="bf16")))
     assert sent_bytes(2048, 8, name, grads=4, accumulate=accumulate) == row.wire_bytes
 
 

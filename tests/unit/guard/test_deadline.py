@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from coordination import Store
 
 import jdp
 from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
@@ -72,28 +73,12 @@ def test_how_long_a_step_may_take(monkeypatch):
         jdp.Deadline(-1)
 
 
-class Service:
-    """The keys of a coordination service."""
-
-    def __init__(self):
-        self.keys = {}
-
-    def key_value_set(self, key, value, allow_overwrite):
-        self.keys[key] = value
-
-    def key_value_dir_get(self, prefix):
-        return [(key, text) for key, text in self.keys.items() if key.startswith(f"{prefix}/")]
-
-    def key_value_delete(self, key):
-        del self.keys[key]
-
-
 @pytest.mark.parametrize("other", ["stopped", "saving", "left", "lives"])
 def test_process_0_notices_silence_before_jax(monkeypatch, other):
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(module.time, "time", lambda: now[0])
-    service = Service()
+    service = Store()
     first, second = (module._Peers(service, me, 2, 1) for me in (0, 1))
     second.publish(Position(3, DEVICES, 0.0), once=other == "saving")
     if other == "left":

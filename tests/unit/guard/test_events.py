@@ -1,4 +1,4 @@
-"""The log of events: bounded, whole after any end, and cheap."""
+"""The log of events is bounded, complete after any end, and cheap; the account of a run's time counts all of it."""
 
 import json
 import time
@@ -13,9 +13,8 @@ from jdp.launch.events import EventLog, history, read, read_logs
 
 
 def test_grown_logs_keep_the_account(tmp_path):
-    log = EventLog(
-        tmp_path / "events" / "rank-00003.jsonl", account=lambda events: asdict(account(events)), limit_bytes=2000
-    )
+    file, kept = tmp_path / "events" / "rank-00003.jsonl", lambda events: asdict(account(events))
+    log = EventLog(file, account=kept, limit_bytes=2000)
     log.event("start", rank=3, of=4)
     log.event("started", step=0, devices=8)
     for step in range(1, 101):
@@ -28,8 +27,8 @@ def test_grown_logs_keep_the_account(tmp_path):
     assert (spent.visits, spent.step_count) == (1, 99)
     assert [(event["event"], event["devices"]) for event in history(read(log.file))] == [("started", 8)]
     assert spent.steps == pytest.approx(99 * 0.4) and spent.data == pytest.approx(10.0)
-    kept = [event["step"] for event in read_logs(tmp_path / "events", "rank")[3] if event["event"] == "step"]
-    assert kept == list(range(kept[0], 101)) and len(kept) > 10
+    steps = [event["step"] for event in read_logs(tmp_path / "events", "rank")[3] if event["event"] == "step"]
+    assert steps == list(range(steps[0], 101)) and len(steps) > 10
 
 
 def test_many_incidents_leave_the_visit_known(tmp_path):
@@ -54,15 +53,8 @@ def test_half_written_lines_are_left_out(tmp_path):
 
 
 def test_hostile_files_are_not_believed(tmp_path):
-    lines = [
-        "[]",
-        "null",
-        '{"event": "step"}',
-        '{"time": true, "event": "step"}',
-        '{"time": 1, "event": 3}',
-        "[" * 9999,
-    ]
-    (tmp_path / "rank-00000.jsonl").write_text("\n".join(lines))
+    objects = ['{"event": "step"}', '{"time": true, "event": "step"}', '{"time": 1, "event": 3}']
+    (tmp_path / "rank-00000.jsonl").write_text("\n".join(["[]", "null", *objects, "[" * 9999]))
     (tmp_path / "rank-x.jsonl").write_text('{"time": 1, "event": "start"}')
     before = {"time": 5.0, "event": "before", "steps": "many", "visits": 2, "first": 1.0, "nothing": 3}
     before["history"] = [3, {"event": "started"}, {"event": "finished", "step": 3}]
@@ -97,3 +89,56 @@ def test_what_a_step_costs(tmp_path):
         assert time.process_time() - start < 1.8
     first, second = [event for event in read(tmp_path / "rank-00000.jsonl") if event["event"] == "step"][:2]
     assert first["step"] == 1 and {"seconds", "data", "dispatch", "wait", "host"} <= second.keys()
+
+
+def visit(began, resumed, steps, *, left=None, compiles=5.0, seconds=1.0):
+    """A visit that starts for 10 seconds, of which it restores 4, and takes these steps."""
+    events = [
+        {"time": began + 2, "event": "start", "began": began},
+        {"time": began + 7, "event": "end", "doing": "restore", "seconds": 4.0},
+        {"time": began + 10, "event": "resumed", "step": resumed},
+    ]
+    time = began + 10
+    for i, step in enumerate(steps):
+        length = compiles if i == 0 else seconds
+        time += length
+        events.append({"time": time, "event": "step", "step": step, "seconds": length, "data": 0.25})
+    return [*events, *([{"time": time, "event": left}] if left else [])]
+
+
+def test_a_calm_visit():
+    spent = account([*visit(100.0, 0, range(1, 12)), {"time": 127.0, "event": "end", "doing": "eval", "seconds": 2.0}])
+    assert spent.total == 27.0
+    assert (spent.start, spent.restore, spent.compile, spent.eval) == (6.0, 4.0, 4.75, 2.0)
+    assert (spent.steps, spent.data, spent.step_count) == (7.5, 2.75, 10)
+    assert sum(spent.parts.values()) == pytest.approx(spent.total)
+    assert spent.goodput == pytest.approx(9.5 / 27)
+    assert spent.words().startswith("goodput 35 % of 27 s; starting 22 %, compiling 18 %, making or restoring")
+
+
+def test_lost_steps_are_not_useful_time():
+    """Killed at step 11; the second visit resumes from 8 and is born 60 seconds later."""
+    spent = account([*visit(100.0, 0, range(1, 12)), *visit(185.0, 8, range(9, 14), left="finished")])
+    assert (spent.visits, spent.idle) == (2, 60.0)
+    assert spent.lost == pytest.approx(3 * 0.75)
+    assert spent.step_count == 10 - 3 + 4
+    assert spent.steps == pytest.approx(spent.step_count * 0.75)
+    assert sum(spent.parts.values()) == pytest.approx(spent.total)
+
+
+def test_visits_with_nothing_to_do_are_left_out():
+    calm = visit(100.0, 0, range(1, 12), left="finished")
+    looked = [
+        {"time": 9000.0, "event": "start", "began": 8990.0},
+        {"time": 9005.0, "event": "end", "doing": "restore", "seconds": 4.0},
+        {"time": 9006.0, "event": "nothing to do"},
+    ]
+    assert account([*calm, *looked]) == account(calm)
+
+
+def test_following_files_continue_the_account():
+    events = [*visit(100.0, 0, range(1, 12)), *visit(185.0, 8, range(9, 14), left="finished")]
+    for cut in range(1, len(events)):
+        before = {"time": 0.0, "event": "before", **asdict(account(events[:cut]))}
+        whole, joined = account(events), account([before, *events[cut:]])
+        assert asdict(joined) == pytest.approx(asdict(whole)), cut

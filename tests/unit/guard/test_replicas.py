@@ -9,15 +9,10 @@ import optax
 import pytest
 from damage import flipped
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny_states import plan_of
 
 import jdp
 from jdp.guard.replicas import CorruptState, check_replicas, fingerprints
-
-
-def plan_of(strategy="ddp", **axes):
-    axes = axes or {"data": 8}
-    devices = jax.devices()[: np.prod([*axes.values()])]
-    return jdp.Plan(jdp.make_mesh(devices=devices, **axes), strategy, min_shard_size=16)
 
 
 def init(rng):
@@ -33,12 +28,10 @@ def with_param(state, name, leaf):
 
 
 def test_every_replicated_leaf_is_compared():
-    replicated = len(jax.tree.leaves(state_of(plan_of())))
-    assert check_replicas(state_of(plan_of())) == replicated
-    zero, kept = state_of(plan_of("zero1")), 0
-    for leaf in jax.tree.leaves(zero):
-        kept += leaf.is_fully_replicated
-    assert check_replicas(zero) == kept < replicated
+    replicated = len(jax.tree.leaves(state_of(plan_of("ddp"))))
+    assert check_replicas(state_of(plan_of("ddp"))) == replicated
+    zero = state_of(plan_of("zero1"))
+    assert check_replicas(zero) == sum(leaf.is_fully_replicated for leaf in jax.tree.leaves(zero)) < replicated
     hybrid = state_of(plan_of("zero3", replica=2, data=4))
     assert check_replicas(hybrid) == replicated, "shards are replicated over `replica`"
 
@@ -46,7 +39,7 @@ def test_every_replicated_leaf_is_compared():
 @pytest.mark.parametrize("bit", [0, 13, 22, 31])
 @pytest.mark.parametrize("word", [0, 77, 127])
 def test_flipped_bits_are_named_with_their_device(word, bit):
-    state, device = state_of(plan_of()), jax.devices()[5]
+    state, device = state_of(plan_of("ddp")), jax.devices()[5]
     wrong = with_param(state, "kernel", flipped(state.params["kernel"], device, word=word, bit=bit))
     said = r"device 5 \(cpu, number 5 of process 0\) differs from .* in params/kernel: "
     with pytest.raises(CorruptState, match=said) as error:
@@ -56,7 +49,7 @@ def test_flipped_bits_are_named_with_their_device(word, bit):
 
 
 def test_signs_of_zero_and_nan_payloads_count():
-    state = state_of(plan_of())
+    state = state_of(plan_of("ddp"))
     zeros = flipped(state.params["bias"], jax.devices()[2], bit=31)  # -0.0, which equals 0.0
     with pytest.raises(CorruptState, match="device 2"):
         check_replicas(with_param(state, "bias", zeros))
@@ -76,13 +69,10 @@ def test_of_two_replicas_nobody_knows_which_is_wrong():
 
 def test_a_change_of_two_elements_does_not_cancel():
     """Both words of a copy are swapped, and one gains what another loses: a plain sum is blind to both."""
-    mesh = jdp.make_mesh(data=8)
-    sharding, device = NamedSharding(mesh, PartitionSpec()), jax.devices()[1]
-    leaf = jax.device_put(jnp.array([1, 2, 30, 40], jnp.int32), sharding)
+    sharding = NamedSharding(jdp.make_mesh(data=8), PartitionSpec())
     for swapped in ([2, 1, 30, 40], [1, 2, 31, 39]):
-        shards = [
-            s.data if s.device != device else jax.device_put(np.int32(swapped), device) for s in leaf.global_shards
-        ]
+        copies = [np.int32(swapped if device.id == 1 else [1, 2, 30, 40]) for device in jax.devices()]
+        shards = jax.device_put(copies, jax.devices())
         with pytest.raises(CorruptState, match="device 1"):
             check_replicas({"x": jax.make_array_from_single_device_arrays((4,), sharding, shards)})
 

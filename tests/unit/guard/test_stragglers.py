@@ -1,9 +1,10 @@
 """Stragglers: who is late, what it costs, and that it is said once."""
 
 import json
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
+from coordination import Store
 
 from jdp.guard import stragglers
 from jdp.guard.stragglers import HostTimes, straggler
@@ -26,27 +27,6 @@ def test_stragglers_above_5_percent_are_named(late, step, process, cost):
     assert (found and found.process, found and pytest.approx(found.cost)) == (process, cost)
 
 
-class Store(dict):
-    """The coordination service's store, in memory: what another process wrote can be put in."""
-
-    def key_value_set(self, key, text, *, allow_overwrite):
-        assert allow_overwrite
-        self[key] = text
-
-    def key_value_dir_get(self, prefix):
-        return [(key, text) for key, text in self.items() if key.startswith(prefix)]
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-
 @pytest.fixture
 def store(monkeypatch):
     store = Store()
@@ -56,28 +36,22 @@ def store(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
+    """Time that passes when it is told to."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(stragglers, "time", clock)
     return clock
 
 
-@dataclass
-class Values:
-    """The results of a step, which are there or not."""
-
-    ready: bool
-
-    def is_ready(self):
-        return self.ready
-
-
 def take_steps(times, clock, done, *, host, ready=True):
-    """Take three steps of a second, `host` of it before the dispatch; return what is said at the end."""
+    """Take three steps of a second, `host` of it before the dispatch; return what is said at the end.
+
+    `ready`: the devices have computed the step before.
+    """
     lines = []
     for step in range(done + 1, done + 4):
         times.results()
         clock.now += host
-        times.dispatches({"loss": Values(ready)})
+        times.dispatches({"loss": SimpleNamespace(is_ready=lambda: ready)})
         clock.now += 1 - host
         lines.append(times.after(step))
     assert lines[:2] == [None, None]

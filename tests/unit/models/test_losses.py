@@ -62,20 +62,15 @@ def test_one_reduction_is_the_logsumexp():
 
 def init(rng):
     table, head = jax.random.split(rng)
-    return {
-        "table": jax.random.normal(table, (VOCABULARY, WIDTH)),
-        "head": jax.random.normal(head, (WIDTH, VOCABULARY)),
-    }
+    shapes = {"table": (table, (VOCABULARY, WIDTH)), "head": (head, (WIDTH, VOCABULARY))}
+    return {name: jax.random.normal(*drawn) for name, drawn in shapes.items()}
 
 
 def loss_in_chunks_of(chunk_bytes):
     def loss_fn(params, batch, rng):
         features = jnp.tanh(params["table"].astype(jnp.float32)[batch["x"]]).astype(params["head"].dtype)
-        return jdp.Loss(
-            *linear_next_token_loss(
-                features, params["head"], batch["targets"], batch["weights"], chunk_bytes=chunk_bytes
-            )
-        )
+        operands = features, params["head"], batch["targets"], batch["weights"]
+        return jdp.Loss(*linear_next_token_loss(*operands, chunk_bytes=chunk_bytes))
 
     return loss_fn
 

@@ -100,13 +100,6 @@ class Plain:
         return x.mean((1, 2)) @ self.p["head/kernel"] + self.p["head/bias"]
 
 
-@functools.cache
-def trained_once(config):
-    """Logits and statistics of one call in training mode."""
-    call = jax.jit(lambda model: (model(pictures(config), weights=WEIGHTS), nnx.state(model, nnx.BatchStat)))
-    return call(make(config))
-
-
 def normalised(norm, x, mask):
     y = norm(x, mask=mask[:, None, None, None])
     return y, norm.mean[...], norm.var[...]
@@ -138,7 +131,8 @@ def test_padding_leaves_the_averages_alone():
 def test_a_resnet_is_its_formula(config):
     plain = Plain(make(config), counted=np.asarray(WEIGHTS != 0))
     expected = plain.logits(pictures(config))
-    logits, statistics = trained_once(config)
+    call = jax.jit(lambda model: (model(pictures(config), weights=WEIGHTS), nnx.state(model, nnx.BatchStat)))
+    logits, statistics = call(make(config))
     assert logits.dtype == jnp.float32
     # float32 against float64 through nine norms, each of which may divide by a small standard deviation.
     np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4)

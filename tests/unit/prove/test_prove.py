@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainings import plan_of
 
 import jdp
 from jdp.base.machine import available_memory
@@ -59,17 +60,13 @@ def init(rng):
 def run(only=(), *, loss=loss_fn, make=init, tx=None, devices=4, min_shard_size=16, data=batches, **given):
     settings = {"partitioning": "manual", "clip_norm": 1.0, "precision": "fp32"}
     settings |= {name: given.pop(name) for name in (*settings, "strategy") if name in given}
-    mesh = jdp.make_mesh(devices=jax.devices()[:devices])
-    plan = jdp.Plan(mesh, settings.pop("strategy", "zero3"), min_shard_size=min_shard_size)
+    plan = plan_of(settings.pop("strategy", "zero3"), devices, min_shard_size=min_shard_size)
     step = jdp.make_train_step(loss, plan, **settings, check_loss=False)
     return prove(make, tx or optax.adamw(3e-3), step, data, only=only, **{"steps": STEPS, **given})
 
 
 def largest(proof):
     return max(run.at.ratio for run in proof.runs)
-
-
-# Honest runs
 
 
 def test_every_strategy_and_a_resume_are_proven():
@@ -112,7 +109,12 @@ def test_trees_and_skipped_steps_are_proven_too():
 # Planted faults
 
 
-def means_of_means(monkeypatch, *, in_loss):
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("in_loss", "strategy", "leaves"),
+    [(True, "zero1", "loss"), (False, "zero2", ("params/layers/", "opt_state/0/mu/layers/"))],
+)
+def test_a_mean_of_means_differs(in_loss, strategy, leaves, monkeypatch):
     """Each shard divides by its own weight, and the means are averaged."""
     one = Microbatch.__call__
 
@@ -123,20 +125,9 @@ def means_of_means(monkeypatch, *, in_loss):
         return jax.tree.map(lambda g: g * share, grads), dataclasses.replace(sums, total=total), *others
 
     monkeypatch.setattr(Microbatch, "__call__", means)
-
-
-@pytest.mark.rest
-def test_a_mean_of_means_differs(monkeypatch):
-    with monkeypatch.context() as patched:
-        means_of_means(patched, in_loss=True)
-        first = run("zero1 4 devices K=1", steps=1).first_difference
-    assert (first.name, first.at.step, first.at.leaf) == ("zero1 4 devices K=1", 1, "loss")
-    assert first.at.ratio > WIDE
-    means_of_means(monkeypatch, in_loss=False)
-    first = run("zero2 4 devices K=1", steps=1).first_difference
-    assert first.at.step == 1
-    assert first.at.leaf.startswith(("params/layers/", "opt_state/0/mu/layers/"))
-    assert first.at.ratio > WIDE
+    first = run(f"{strategy} 4 devices K=1", steps=1).first_difference
+    assert (first.name, first.at.step) == (f"{strategy} 4 devices K=1", 1)
+    assert first.at.leaf.startswith(leaves) and first.at.ratio > WIDE
 
 
 @pytest.mark.rest
@@ -162,25 +153,18 @@ def test_equal_masks_on_every_shard_differ(precision, monkeypatch):
     assert all(each.at.ratio > (WIDE if precision == "fp32" else 2) for each in parted.values())
 
 
-def forgets_a_bias(monkeypatch):
-    """A parameter too small to shard: its gradient stays that of the first shard."""
+def test_a_missing_psum_names_the_leaf(monkeypatch):
+    """A bias is too small to shard: its gradient stays that of the first shard."""
     finish = views.ManualCollectives.finish
 
     def forgetful(self, x, place, *others):
         return x if place.path == "layers/0/bias" else finish(self, x, place, *others)
 
     monkeypatch.setattr(views.ManualCollectives, "finish", forgetful)
-
-
-BIASES = tuple(f"{part}/layers/0/bias" for part in ("params", "opt_state/0/mu", "opt_state/0/nu"))
-
-
-def test_a_missing_psum_names_the_leaf(monkeypatch):
-    forgets_a_bias(monkeypatch)
     proof = run(["zero3 2 devices", "ddp 1 device K=1"], devices=2, min_shard_size=64, steps=1)
     first = proof.first_difference
     assert first.name == "zero3 2 devices K=1"
-    assert first.at.step == 1 and first.at.leaf in BIASES and first.at.ratio > WIDE
+    assert first.at.step == 1 and first.at.leaf.endswith("/layers/0/bias") and first.at.ratio > WIDE
     assert first.name in first.words and first.at.leaf in first.words and "2 of 3 runs differ" in first.words
 
 
@@ -222,9 +206,6 @@ def test_gradients_rounded_to_bf16_differ(monkeypatch):
     assert first.at.step == 1 and first.at.ratio > WIDE
 
 
-# What is run, and what is not
-
-
 @pytest.mark.rest
 def test_quick_is_one_run():
     proof = run(steps=2, devices=2, quick=True)
@@ -263,9 +244,6 @@ def test_a_mean_and_batch_statistics_have_one_microbatch():
         proof = run("zero1 2", steps=2, devices=2, **given)
         assert proof.equal, str(proof)
         assert {*proof.skipped} == {"K=2"}
-
-
-# Mistakes
 
 
 NAN = {"loss": lambda *args: jdp.Loss(0 * terms(*args).sum(), jnp.float32(0)), "steps": 1}
@@ -350,9 +328,6 @@ def test_a_wide_bound_is_noted(change, is_weak):
     record.close()
     notes = ["in 1 of 1 parameters, such as params/a, the bound is more than a tenth of the change in these steps"]
     assert [note.partition(":")[0] for note in record.notes()] == notes * is_weak
-
-
-# An experiment file
 
 
 def test_an_experiment_is_proven_as_it_is(scikit_learn, monkeypatch):

@@ -1,25 +1,25 @@
-"""The page of runs: self-contained, escaped, thinned without losing what stands out, and with the runs' numbers."""
+"""The page of runs: thinned, with the runs' numbers, evaluations and samples, and all escaped.
 
+And what holds for every page: it loads nothing, its policy allows its one script, its style sheet has its classes.
+"""
+
+import base64
 import dataclasses
 import functools
+import hashlib
+import json
 import math
+import re
 
 import pytest
-from test_plan_page import FAILED, HOSTILE, Reader, outlook_of
+from test_plan_page import FAILED, HOSTILE, NO_ROOM, Reader, forecast_of, outlook_of
 
 from jdp.core.sharding.placement import Placement
-from jdp.report.pages import run_page
+from jdp.report.pages import plan_page, run_page
 from jdp.report.run import CompiledStep, Run
+from jdp.run.read_folder import read_samples
 
-DEVICES = {
-    "platform": "cpu",
-    "device": "cpu",
-    "devices": 4,
-    "hosts": 1,
-    "processes": 1,
-    "jax": "0.10",
-    "python": "3.11",
-}
+DEVICES = {"platform": "cpu", "device": "cpu", "devices": 4, "hosts": 1, "jax": "0.10", "python": "3.11"}
 HISTORY = (
     {"event": "started", "step": 0, "time": 1000.0, **DEVICES},
     {"event": "stopped", "step": 20, "time": 1100.0, "signal": "SIGTERM"},
@@ -32,20 +32,9 @@ LEAF = Placement("params/head/kernel", (64, 256), "float32", "P('data',)", "P()"
 
 
 def rows_of(count=60, **more):
-    rows = [
-        {
-            "step": step,
-            "time": 1000.0 + step,
-            "loss": 5 / step**0.1,
-            "lr": 1e-3,
-            "grad_norm": 1.5,
-            "step_seconds": 0.25,
-            "data_wait_seconds": 0.025,
-            "tokens_per_second": 4096.0,
-            **more,
-        }
-        for step in range(1, count + 1)
-    ]
+    same = {"lr": 1e-3, "grad_norm": 1.5, "step_seconds": 0.25, "data_wait_seconds": 0.025, "tokens_per_second": 4096.0}
+    steps = range(1, count + 1)
+    rows = [{"step": step, "time": 1000.0 + step, "loss": 5 / step**0.1, **same, **more} for step in steps]
     return [*rows, {"step": count, "time": 1070.0, "eval_loss": 3.125, "eval_bits_per_token": 4.5}]
 
 
@@ -134,10 +123,7 @@ def test_several_runs_are_compared():
         (run_of(rows=[{"step": 1, "loss": math.nan}, {"step": 7, "eval_loss": math.inf}], history=()), "nan"),
         (run_of(history=[*HISTORY[:1], {"event": "bad step", "step": 3, "words": "Step 3 is bad."}]), "Step 3 is bad."),
         (run_of(rows=[], no_step="The data are gone."), "The data are gone."),
-        (
-            run_of(rows=[], step=CompiledStep("cpu:4", FAILED, [LEAF], [])),
-            "The step did not compile: RESOURCE_EXHAUSTED: no room",
-        ),
+        (run_of(rows=[], step=CompiledStep("cpu:4", FAILED, [LEAF], [])), "The step did not compile: RESOURCE_EXHAUST"),
         (run_of(rows=[], step=compiled(timeline=None)), "The rates of these devices are unknown."),
         (run_of(rows=[], settings={}, toml="[["), "[["),
         (run_of(rows=[{"step": 1, "loss": 1e99, "lr": 0.0, "grad_norm": -1.0}]), "1e+99"),
@@ -172,3 +158,71 @@ def test_many_long_runs_make_a_bounded_page():
 )
 def test_how_a_run_stands(history, expected):
     assert run_of(history=history).state == expected
+
+
+SAMPLES = [{"step": step, "prompt": "a", "text": f"text {step} {HOSTILE}"} for step in (10, 20)]
+METRICS = {"eval_top5_accuracy": 0.75, "eval_web_top5_accuracy": 0.5}
+METRICS |= {"eval_web_loss": 2.0, "eval_web_perplexity": 7.389}
+
+
+def test_every_finding_is_on_the_page_and_escaped():
+    page = run_page([run_of(samples=SAMPLES, rows=[*rows_of(), {"step": 60, "eval_loss": 3.1, **METRICS}])])
+    assert HOSTILE not in page and page.count("<script") == 1
+    for heading in ("Evaluated data sets", "Samples"):
+        assert f">{heading}</h2>" in page
+    assert ">web</th>" in page and "eval_top5</th>" not in page and ">7.389</td>" in page
+    assert page.index("Step 20") < page.index("Step 10")
+
+
+def test_runs_without_findings_lack_the_section(tmp_path):
+    page = run_page([run_of(), run_of("b")])
+    assert not [name for name in ("Samples", "Evaluated data") if name in page]
+    assert read_samples(tmp_path, notes := []) == [] and not notes
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"{", b"[]", b'{"step": "x"}', b""])
+def test_damaged_samples_are_left_out_and_noted(tmp_path, damage):
+    (tmp_path / "samples").mkdir()
+    good = {"step": 5, "prompt": "a", "text": "line\u2028separator"}
+    (tmp_path / "samples/5.jsonl").write_bytes(json.dumps(good, ensure_ascii=False).encode() + b"\n" + damage)
+    notes = []
+    assert read_samples(tmp_path, notes) == [good]
+    assert len(notes) == bool(damage) and all("left out" in note for note in notes)
+
+
+@functools.cache
+def plan():
+    return plan_page(forecast_of(outlook_of(), outlook_of("ddp", headroom=NO_ROOM)), title="t")
+
+
+@pytest.fixture(params=[plan, text_of_two], ids=["plan", "runs"])
+def text(request):
+    return request.param()
+
+
+def test_it_loads_nothing_from_outside(text):
+    found = Reader(text)
+    references = found.values("src", "href", "xlink:href", "srcset", "action", "data")
+    assert references and all(reference.startswith("#") for reference in references)
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & set(found.tags)
+    assert re.findall(r"url\((?!#)|@import", text) == []
+    assert "default-src 'none'" in found.values("content")[0]
+    # Namespaces are names, and nothing is fetched from them.
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_pictures_have_no_ids_of_the_same_name(text):
+    ids = Reader(text).values("id")
+    assert len(set(ids)) == len(ids)
+
+
+def test_one_script_whose_digest_the_policy_names(text):
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in text
+
+
+def test_every_class_has_a_style(text):
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    used = {name for value in Reader(text).values("class") for name in value.split()}
+    assert [name for name in sorted(used) if f".{name}" not in style] == []

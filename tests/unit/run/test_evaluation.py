@@ -8,7 +8,7 @@ from dataclasses import asdict
 import jax
 import numpy as np
 import pytest
-import tokenizers
+from corpora import word_tokenizer
 from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused
 
@@ -221,15 +221,7 @@ def test_images_are_counted_with_statistics_and_microbatches(tmp_path):
 
 def test_tokens_that_drop_text_have_no_bytes(tmp_path, capsys):
     """bits_per_byte is refused before the run begins."""
-    file = write_documents(tmp_path, tokenizer=str(words_json(tmp_path)), packing="documents")
+    words = word_tokenizer(tmp_path / "words.json", "</s>", "data", "gerät", "mesh", "x")
+    file = write_documents(tmp_path, tokenizer=words, packing="documents")
     error = refused(capsys, "train", file)
     assert "bits_per_byte" in error and "adds or drops" in error and not (tmp_path / "runs").exists()
-
-
-def words_json(folder):
-    """A tokenizer of whole words."""
-    words = {word: number for number, word in enumerate(("</s>", "data", "gerät", "mesh", "x"))}
-    level = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
-    level.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    level.save(str(folder / "words.json"))
-    return folder / "words.json"

@@ -8,6 +8,7 @@ import time
 import fsspec
 import pytest
 from damage import small_disk
+from storage_servers import copies, whole
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, train
 
@@ -114,17 +115,11 @@ def test_a_fresh_machine_resumes_from_interrupted_storage(bucket, file, begins, 
     def fails(*_, **__):
         raise ConnectionError("no route to host")
 
-    begins(
-        3,
-        lambda: fs.exists(f"{root}/2/{COMMITTED}"),
-        lambda: [setattr(fs, name, fails) for name in kept],
-        lambda: [setattr(fs, *each) for each in kept.items()],
-        1.0,
-    )
+    away = dict.fromkeys(kept, fails)
+    goes, comes = (lambda values=values: [setattr(fs, *each) for each in values.items()] for values in (away, kept))
+    begins(3, lambda: fs.exists(f"{root}/2/{COMMITTED}"), goes, comes, 1.0)
     assert train(file, *mirrored)[0] == 0
-    assert sorted(path.removeprefix(f"{root}/") for path in fs.glob(f"{root}/*/{COMMITTED}")) == [
-        f"{step}/{COMMITTED}" for step in (2, 4, 6)
-    ]
+    assert copies(f"{bucket}/points") == whole(2, 4, 6)
     shutil.rmtree(file.parent / "runs")
     code, folder = train(file, *mirrored, "--train.steps", "8")
     assert code == 0 and saved_steps(folder) == [6, 8]

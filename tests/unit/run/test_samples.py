@@ -52,12 +52,3 @@ def test_a_signal_in_an_evaluation_delays_the_sample(sampled):
     assert code == 130 and not sample_files(stopped)
     code, again = train(file, "--strategy", "zero3", name="evaluating")
     assert code == 0 and sample_files(again) == sample_files(folder)
-
-
-@pytest.mark.rest
-def test_without_every_the_end_has_a_sample(sampled, capsys):
-    file, _ = sampled
-    code, folder = train(file, "--sample.every", "0", "--train.steps", "1", "--sample.prompt", "me", name="end")
-    text = json.loads((folder / "samples/1.jsonl").read_text())["text"]
-    assert code == 0 and [path.name for path in (folder / "samples").iterdir()] == ["1.jsonl"]
-    assert f"sample:\n{text}" in capsys.readouterr().out

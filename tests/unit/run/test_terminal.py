@@ -12,7 +12,7 @@ import termios
 import threading
 
 import pytest
-from own_streams import streams
+from own_process import streams
 from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import train
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_experiment import points_text, tables, write_points
+from damage import flip
+from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 import jdp
-from jdp.checkpoint import Checkpoints
+from jdp.checkpoint import Checkpoints, check
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.guard.time_account import KINDS
@@ -30,12 +31,6 @@ name = "tiny"
 model = {name = "gpt-nano", layers = 1, width = 32, heads = 2, kv_heads = 1, context = 16}
 data = {source = "text.txt", heldout_fraction = 0.1}
 train = {steps = 8, batch_size = 16, accumulate = 2}
-"""
-MLP_EXPERIMENT = """
-name = "tiny"
-model = {name = "mlp"}
-data = {source = "stdlib"}
-train = {steps = 8, batch_size = 16}
 """
 
 
@@ -77,12 +72,10 @@ def test_the_events_and_the_goodput_of_a_run(whole):
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 9))
     phases = [event["doing"] for event in events if event["event"] == "begin"]
     assert phases[:2] == ["restore", "compile"] and phases.count("eval") == 2 and phases.count("save") == 3
-    left = next(event for event in events if event["event"] == "finished")
-    assert left["step"] == 8
+    assert next(event for event in events if event["event"] == "finished")["step"] == 8
     goodput = json.loads((whole / "summary.json").read_text())["goodput"]
     assert goodput["visits"] == 1 and 0 < goodput["share"] < 1
-    parts = sum(goodput[name] for name in (*KINDS, "other"))
-    assert parts == pytest.approx(goodput["seconds"])
+    assert sum(goodput[name] for name in (*KINDS, "other")) == pytest.approx(goodput["seconds"])
 
 
 def test_stop_and_resume_is_bitwise_the_undisturbed_run(whole, experiment, capsys):
@@ -106,15 +99,9 @@ def test_resume_with_int8_gradients_is_bitwise(experiment):
     for names in (("loss", "grad_norm"), ("eval_loss",)):
         resumed, calm = (rows(folder, *names) for _, folder in runs)
         assert resumed == calm and max(calm) == 8
-    jax.tree.map(np.testing.assert_array_equal, *[saved_state(folder, 8) for _, folder in runs])
-
-
-def saved_state(folder, step):
-    """The parameters and the optimizer's state of a checkpoint."""
-    target = Assembly.on_devices(load(folder / "experiment.toml")).training.abstract_state
-    with Checkpoints(folder / "checkpoints") as saved:
-        state, _ = saved.restore(target, step)
-    return jax.device_get((state.params, state.opt_state))
+    target = Assembly.on_devices(load(runs[0][1] / "experiment.toml")).training.abstract_state
+    states = [jdp.restore(folder / "checkpoints" / "8", target) for _, folder in runs]
+    jax.tree.map(np.testing.assert_array_equal, *[(state.params, state.opt_state) for state in states])
 
 
 def test_a_crash_repeats_steps_since_the_checkpoint(whole, experiment, capsys):
@@ -189,7 +176,6 @@ REFUSED = {
     "short text": (["--data.source", "short.txt"], "17"),
     "weights without ids": (["--data.weights", "loss_mask"], 'set ids = "input_ids"'),
     "vocabulary": (["--model.vocab_size", "100"], "model.vocab_size must be at least 256"),
-    "model": ([], "data.source must fit model.name = 'mlp'; given 'stdlib', and an MLP learns vectors"),
     "rule that matches nothing": (
         ["--mesh.data", "4", "--mesh.model", "2", "--rules.*/quary", '["", "model"]'],
         "[rules]: Every rule must match a parameter; '*/quary' matches none of ",
@@ -206,18 +192,17 @@ def test_bad_input_gets_one_error_and_no_folder(tmp_path, capsys, monkeypatch, c
     for name, text in {"text": "data parallel training " * 500, "short": "shorter"}.items():
         Path(f"{name}.txt").write_text(text)
     experiment = tmp_path / "tiny.toml"
-    experiment.write_text(MLP_EXPERIMENT if case == "model" else GPT_EXPERIMENT)
+    experiment.write_text(GPT_EXPERIMENT)
     assert said in refused(capsys, "train", experiment, "--run-dir", "made", *arguments)
     assert not Path("made").exists()
 
 
 def test_refuses_the_folder_of_another_experiment(whole, capsys):
-    """And of other steps, as the schedule goes by them."""
+    """Other steps are those of another, too, as the schedule goes by them."""
     before, words = tree(whole), ["train", whole.parent.parent / "points.toml", "--run-dir", whole.parent]
     assert "optimizer.lr was 0.01, is 0.5" in refused(capsys, *words, "--optimizer.lr", "0.5")
-    assert "lowers the learning rate over train.steps, which was 8 in " in refused(
-        capsys, *words, "--train.steps", "12"
-    )
+    error = refused(capsys, *words, "--train.steps", "12")
+    assert "lowers the learning rate over train.steps, which was 8 in " in error
     assert tree(whole) == before
 
 
@@ -236,3 +221,29 @@ def test_refuses_to_resume_on_other_data(experiment, capsys):
         changed = {**points, "features": points["features"] + 1}
     np.savez(experiment.parent / "points.npz", **changed)
     assert "was trained on other data" in refused(capsys, "train", experiment, "--run-dir", folder.parent)
+
+
+OFTEN_SAVED = "[train]\nsteps = 6\nbatch_size = 8\nlog_every = 1\neval_every = 2\ncheckpoint_every = 2\n"
+
+
+def losses(folder):
+    return rows(folder, "loss", "grad_norm"), rows(folder, "eval_loss")
+
+
+@pytest.mark.rest
+def test_a_run_resumes_from_the_newest_whole_checkpoint(tmp_path, fresh_notices, capsys):
+    file = write_tiny(tmp_path, OFTEN_SAVED)
+    code, folder = train(file)
+    assert code == 0
+    want = losses(folder)
+    checkpoints = file.parent / "runs" / "tiny" / "checkpoints"
+    flip(max((checkpoints / "6").rglob("*"), key=lambda path: path.stat().st_size), 1000)
+    (checkpoints / "4" / "state" / "manifest.ocdbt").unlink()
+    code, folder = train(file)
+    said = "".join(capsys.readouterr())
+    assert code == 0 and losses(folder) == want
+    assert "checkpoint 4 is damaged (state/manifest.ocdbt is missing) and set aside as damaged-4; 2 is read in" in said
+    assert "checkpoint 6 is damaged (" in said and "resumed after step 2" in said
+    names = sorted(path.name for path in checkpoints.glob("[!.]*"))
+    assert names == ["2", "4", "6", "damaged-4", "damaged-6"]
+    assert [found.status for found in check(folder)] == ["whole"] * 3

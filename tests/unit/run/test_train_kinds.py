@@ -5,10 +5,12 @@ import json
 import jax
 import numpy as np
 import pytest
+from corpora import word_tokenizer
 from tiny_experiment import entries
 from tiny_runs import refused
 
-from jdp.checkpoint import Checkpoints
+import jdp
+from jdp.base.tree_paths import path_of
 from jdp.cli.main import main
 from jdp.data import global_batches
 from jdp.experiment.assembly import Assembly
@@ -24,16 +26,12 @@ VIT = {"name": "vit-digits", "layers": 1, "width": 8, "heads": 2}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Text, rows of text, a tokenizer, tokens and points in files."""
-    tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("kinds")
     words = np.random.default_rng(0).choice(["on", "every", "device", "mesh"], (40, 30))
     lines = [" ".join(line) for line in words]
     (folder / "a.txt").write_text("\n".join(lines))
     (folder / "b.jsonl").write_text("\n".join(json.dumps({"body": line}) for line in lines[::-1]))
-    vocabulary = {"?": 0, "on": 1, "every": 2, "device": 3, "mesh": 4, "<|endoftext|>": 5}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    word_tokenizer(folder / "tokenizer.json", "?", "on", "every", "device", "mesh", "<|endoftext|>")
     tokens = np.random.default_rng(0).integers(0, 250, (30, 9))
     np.savez(folder / "tokens.npz", tokens=tokens)
     np.savez(folder / "line.npz", tokens=tokens.ravel())
@@ -77,9 +75,8 @@ def test_what_is_compiled_for_is_what_is_read(folder, kind):
     read_as = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
     planned = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in assembly.inputs.abstract_batch.items()}
     assert planned == read_as
-    _, metrics = jax.eval_shape(
-        assembly.training.step, assembly.training.abstract_state, assembly.inputs.abstract_batch
-    )
+    training = assembly.training
+    _, metrics = jax.eval_shape(training.step, training.abstract_state, assembly.inputs.abstract_batch)
     assert metrics["loss"].shape == ()
 
 
@@ -101,8 +98,7 @@ def test_a_resnet_trains_on_digits_with_its_statistics(folder, tmp_path, capsys)
     summary = json.loads(capsys.readouterr().out)
     assert summary["eval_sets"].keys() == {"eval_same_loss", "eval_same_accuracy"}
     assembly = Assembly.on_devices(load(file))
-    with Checkpoints(tmp_path / "kind" / "checkpoints") as saved:
-        state, _ = saved.restore(assembly.training.abstract_state)
+    state = jdp.restore(tmp_path / "kind", assembly.training.abstract_state)
     begun = jax.device_get(assembly.training.state().model_state)
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), begun, jax.device_get(state.model_state))
     assert min(jax.tree.leaves(moved)) > 0, "running averages of BatchNorm are part of the state"
@@ -134,12 +130,8 @@ def test_lora_leaves_the_weights_of_a_run(folder, tmp_path, capsys):
 def weights(folder):
     """The parameters of the newest checkpoint by path."""
     assembly = Assembly.on_devices(load(folder / "experiment.toml"))
-    with Checkpoints(folder / "checkpoints") as saved:
-        params = saved.restore_params(assembly.training.abstract_state).params
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x)
-        for path, x in jax.tree.leaves_with_path(params)
-    }
+    params = jdp.restore_params(folder, assembly.training.abstract_state).params
+    return {path_of(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
 
 
 @pytest.mark.rest
@@ -156,17 +148,10 @@ def test_prove_runs_what_the_file_trains(folder):
 
 
 def test_rules_and_mesh_shard_the_model():
-    experiment = from_table(
-        {
-            "name": "x",
-            "strategy": "zero1",
-            "mesh": {"replica": 2, "data": 2, "model": 2},
-            "rules": {"*/query/kernel": ["", "", "model"], "embed/*": [["model"]]},
-            "model": {**GPT, "width": 64, "heads": 4},
-            "train": {"steps": 1, "batch_size": 8},
-        }
-    )
-    assembly = Assembly.on_devices(experiment)
+    table = {"name": "x", "strategy": "zero1", "mesh": {"replica": 2, "data": 2, "model": 2}}
+    table["rules"] = {"*/query/kernel": ["", "", "model"], "embed/*": [["model"]]}
+    table |= {"model": {**GPT, "width": 64, "heads": 4}, "train": {"steps": 1, "batch_size": 8}}
+    assembly = Assembly.on_devices(from_table(table))
     specs = {place.path: place for place in assembly.training.plan.placements(assembly.training.abstract_state)}
     query, embed = specs["params/layers/attention/query/kernel"], specs["params/embed/tokens"]
     assert query.compute == jax.sharding.PartitionSpec(None, None, "model")

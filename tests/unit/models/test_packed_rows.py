@@ -1,4 +1,7 @@
-"""Packed rows attended block by block: what the whole [length, length] gives, and never held."""
+"""Documents packed into one row: each has the logits and gradients that it has alone.
+
+Attention block by block gives what the whole [length, length] gives, which is never held.
+"""
 
 import dataclasses
 import functools
@@ -9,35 +12,33 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import test_models as models
 from described_gpus import compiled_step, with_gradients
 from flax import nnx
+from test_models import make
 
 import jdp
 from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.foresight.targets.relocate import answered_for
 from jdp.foresight.targets.resolve import target
-from jdp.models import GPTConfig, build
+from jdp.models import GPTConfig, build, next_token_loss
 from jdp.models.attention import attend
 from jdp.models.blockwise import Sight, attend_in_documents, block_size
+from jdp.models.transformer import Segments
 
 CONFIG = GPTConfig(
     vocab_size=64, context=2048, layers=2, width=32, heads=4, kv_heads=2, activation="gelu", tied=True, remat="dots"
 )
 
 
-@pytest.mark.parametrize(
-    ("causal", "seen"),
-    [(True, {}), (False, {}), (True, {"window": 40})],
-    ids=["causal", "all", "window"],
-)
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 40)])
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)])
-def test_blocks_equal_the_whole_forward_and_backward(dtype, bound, causal, seen):
+def test_blocks_equal_the_whole_forward_and_backward(dtype, bound, causal, window):
     rng = np.random.default_rng(0)
     query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), dtype) for heads in (4, 2, 2, 4))
     run = jnp.asarray(np.sort(rng.integers(0, 6, (2, 150)), axis=1), jnp.int32)  # documents end anywhere in a block
-    sight = Sight(causal, seen.get("window"), 64)
-    in_blocks = functools.partial(attend_in_documents, run=run, sight=sight)
-    whole = functools.partial(attend, run=run, causal=causal, by="xla", **seen)
+    in_blocks = functools.partial(attend_in_documents, run=run, sight=Sight(causal, window, 64))
+    whole = functools.partial(attend, run=run, causal=causal, by="xla", window=window)
     found = [with_gradients(form)(cotangent, query, key, value) for form in (in_blocks, whole)]
     assert [x.dtype for x in found[0]] == [dtype] * 4
     for ours, theirs in zip(*found, strict=True):
@@ -94,3 +95,61 @@ def test_compiled_for_h100s_nothing_is_quadratic(strategy, partitioning):
     stacks = set(re.findall(r"\[[\d,]*1024,1024\]", compiled.text))
     assert stacks == {"[1024,1024]", "[2,1024,1024]", "[2,2,2,1024,1024]"}  # of one pair: [rows, heads, shared, ...]
     assert verdict.kept, verdict.breaches
+
+
+LLAMA = dataclasses.replace(models.LLAMA, context=12, scan=False)
+GPT2 = dataclasses.replace(models.GPT2, context=12)
+TOKENS = np.array(jax.random.randint(jax.random.key(7), (2, 12), 0, 19))
+PACKED = np.array([[1] * 5 + [2] * 4 + [0] * 3, [7] * 3 + [8] * 9])  # two documents and padding; two that fill a row
+DOCUMENTS = [(0, 0, 5), (0, 5, 9), (1, 0, 3), (1, 3, 12)]
+WINDOW = dataclasses.replace(LLAMA, scan=True, window=3)
+STYLES = pytest.mark.parametrize("config", [LLAMA, GPT2, WINDOW], ids=["llama", "gpt2", "window"])
+forward = jax.jit(lambda model, tokens, segments=None: model(tokens, segments=segments))
+
+
+def padded(row, start, end):
+    return np.pad(TOKENS[row, start:end], (0, 12 - end + start))
+
+
+@STYLES
+@pytest.mark.default_ids("llama", "window")
+def test_packed_documents_have_their_own_logits(config):
+    model = make(config)
+    packed, plain = np.asarray(forward(model, TOKENS, PACKED)), np.asarray(forward(model, TOKENS))
+    assert np.any(np.abs(packed - plain)[:, 5:] > 0.1)  # what the segments shut out mattered
+    for row, start, end in DOCUMENTS:
+        alone = np.asarray(forward(model, np.stack([padded(row, start, end)] * 2)))  # two rows: the program of `plain`
+        # Softmax over the row adds exact zeros for what is masked, but sums in another order.
+        np.testing.assert_allclose(packed[row, start:end], alone[0, : end - start], rtol=1e-4, atol=1e-4)
+
+
+def test_packed_batches_have_their_documents_gradients():
+    model = make(GPT2)
+
+    def total(model, tokens, segments, weights):
+        return next_token_loss(model(tokens[:, :-1], segments=segments[:, :-1]), tokens[:, 1:], weights)[0]
+
+    gradient = jax.jit(jax.grad(total))
+    inside = (PACKED[:, 1:] == PACKED[:, :-1]) & (PACKED[:, 1:] > 0)
+    packed = gradient(model, TOKENS, PACKED, inside)
+    rows = [padded(*document) for document in DOCUMENTS]
+    lengths = np.array([end - start for _, start, end in DOCUMENTS])
+    weights = np.arange(1, 12) < lengths[:, None]
+    apart = gradient(model, np.stack(rows), np.ones((4, 12), np.int32), weights)
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(apart))
+    for (path, mine), other in zip(jax.tree.leaves_with_path(packed), jax.tree.leaves(apart), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-5 * largest, err_msg=jax.tree_util.keystr(path))
+
+
+def test_positions_begin_anew_in_each_document():
+    segments = Segments.of(jnp.array([[4, 4, 4, 2, 2, 4, 0, 0]]))
+    np.testing.assert_array_equal(segments.position, [[0, 1, 2, 0, 1, 0, 0, 1]])
+    np.testing.assert_array_equal(segments.run, [[0, 0, 0, 1, 1, 2, 3, 3]])
+
+
+def test_without_segments_no_mask_enters_the_program():
+    model = make(LLAMA)
+    trace = jax.make_jaxpr(lambda segments: model(TOKENS, segments=segments))
+    plain, packed = str(trace(None)), str(trace(PACKED))
+    assert "cumsum" in packed and "bool[2,1,12,12]" in packed
+    assert "cumsum" not in plain and "bool[2,1,12,12]" not in plain
