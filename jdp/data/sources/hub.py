@@ -110,10 +110,10 @@ def _reading(source: str, read: Callable[[], T]) -> T:
     except Exception as error:  # network, permissions, builders: each raises its own kinds
         cause = error.__cause__ or error
         words = cut(" ".join(str(cause).split()).rstrip(".") or type(cause).__name__, 400)
-        raise UserError(
-            f"rows must be readable by `datasets`; given {source}: {words}; fix its name or path, log in to the hub, "
-            "or check the network"
-        ) from error
+        parts = HubSource.of(source)
+        is_path = parts is not None and parts.is_path
+        fix = "fix its name or its content" if is_path else "fix its name, log in to the hub, or check the network"
+        raise UserError(f"rows must be readable by `datasets`; given {source}: {words}; {fix}") from error
 
 
 def _chosen(splits: Mapping[str, Any], split: str | None, source: str) -> str:

@@ -131,7 +131,7 @@ def test_data_sets_on_a_disk(hub, name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("hf:{}/nothing", "must be readable by `datasets`; given hf:.*/nothing: Couldn't find any data file"),
+        ("hf:{}/nothing", "readable by .datasets.; given hf:.*/nothing: Couldn't find .*; fix its name or its content"),
         ("hf:{}/splits", "a source is one split; .* has train, test: write one of .*splits:train"),
         ("hf:{}/files:dev", 'Unknown split "dev"'),
         ("hf:{}/script", "Dataset scripts are no longer supported"),
