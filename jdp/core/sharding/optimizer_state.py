@@ -35,7 +35,7 @@ class LeafSpecs:
 def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> LeafSpecs:
     if not shape:
         return LeafSpecs(REPLICATED, REPLICATED, "replicated: a scalar", final=True)
-    parameter = owner_of(path, shape, params)
+    parameter = owner_of(path, params)
     if parameter is None:
         return LeafSpecs(REPLICATED, REPLICATED, "it belongs to no parameter")
     if parameter.shape == shape:
@@ -49,24 +49,14 @@ def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Place
     return LeafSpecs(rest, compute, f"dimensions {shared} of params/{parameter.path}")
 
 
-def owner_of(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
-    """Return the parameter whose path is part of `path`: the nearest to its end, then the longest.
-
-    Wrappers may also take the parameters apart: lookahead's optimizer has `w` for the parameter `fast/w`.
-    """
+def owner_of(path: str, params: Mapping[str, Placement]) -> Placement | None:
+    """Return the parameter whose path is part of `path`: the nearest to its end, then the longest."""
     keys = path.split("/")
     for end in range(len(keys), 0, -1):
         for start in range(end):
             if parameter := params.get("/".join(keys[start:end])):
                 return parameter
-    if only := params.get(""):  # the parameters are one array
-        return only
-    for start in range(len(keys)):
-        tail = "/".join(keys[start:])
-        for name, parameter in params.items():
-            if parameter.shape == shape and name.endswith(f"/{tail}"):
-                return parameter
-    return None
+    return params.get("")  # the parameters are one array
 
 
 def _parameter_dims(shape: tuple[int, ...], parameter: Placement) -> tuple[int | None, ...] | None:
