@@ -76,7 +76,7 @@ def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
     run = tmp_path / "quickstart"
     ours, theirs = (rows(folder, "loss") for folder in (tmp_path / "one" / "quickstart", run))
     assert list(ours) == [1, 2, 3, 4, 5] and theirs == pytest.approx(ours, abs=5e-6)
-    assert list(rows(run, "tokens_per_second")) == [2, 3, 4, 5]
+    assert list(rows(run, "tokens_per_second")) == list(ours)
     assert two["final_eval_loss"] == pytest.approx(one["final_eval_loss"], abs=5e-6)
     assert copies(f"{bucket}/quickstart") == whole(2, 4, 5)
     assert json.loads((run / "export" / "jdp.json").read_text())["step"] == 5
