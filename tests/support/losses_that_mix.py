@@ -26,6 +26,26 @@ def clip(params, batch, rng):
     return (cross_entropy(logits, own).mean() + cross_entropy(logits.T, own).mean()) / 2
 
 
+@entry(MIXES, CLASSIFIER, LABELLED)
+def hardest_triplets(params, batch, rng):
+    z, label = mlp(params, batch["x"]), batch["label"]
+    distance = jnp.sum((z[:, None] - z[None, :]) ** 2, axis=-1)
+    same = label[:, None] == label[None, :]
+    positive = jnp.max(jnp.where(same, distance, 0.0), axis=1)
+    negative = jnp.min(jnp.where(same, 1e6, distance), axis=1)
+    return jax.nn.relu(positive - negative + 0.2).mean()
+
+
+@entry(MIXES, CLASSIFIER, VIEWS)
+def maximum_mean_discrepancy(params, batch, rng):
+    a, b = mlp(params, batch["a"]), mlp(params, batch["b"])
+
+    def kernel(x, y):
+        return jax.vmap(lambda one: jnp.exp(-jnp.sum((one - y) ** 2, axis=-1)))(x).mean()
+
+    return kernel(a, a) + kernel(b, b) - 2 * kernel(a, b)
+
+
 # Statistics of the batch.
 
 
@@ -52,6 +72,15 @@ def ppo_with_normalised_advantages(params, batch, rng):
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
 
 
+@entry(MIXES, CLASSIFIER, ACTED)
+def grpo(params, batch, rng):
+    """Two answers to each question (arXiv:2402.03300): first one of each, then the other."""
+    rewards = batch["reward"].reshape(2, -1)
+    advantage = ((rewards - rewards.mean(axis=0)) / (rewards.std(axis=0) + 1e-4)).reshape(-1)
+    logp = jnp.take_along_axis(jax.nn.log_softmax(mlp(params, batch["x"])), batch["action"][:, None], axis=1)[:, 0]
+    return jdp.Loss(-(jnp.exp(logp - batch["logp"]) * advantage).sum(), jnp.float32(len(logp)))
+
+
 @entry(MIXES, CLASSIFIER, LABELLED)
 def perplexity(params, batch, rng):
     nll = cross_entropy(mlp(params, batch["x"]), batch["label"])
@@ -69,6 +98,13 @@ def two_denominators(params, batch, rng):
     return nll.sum() / batch["weight"].sum() + errors.sum() / batch["known"].sum()
 
 
+@entry(MIXES, CLASSIFIER, LABELLED)
+def mean_of_weighted_rows_times_rows(params, batch, rng):
+    nll = cross_entropy(mlp(params, batch["x"]), batch["label"])
+    mean = (nll * batch["weight"]).sum() / batch["weight"].sum()
+    return jdp.Loss(mean * nll.shape[0], jnp.float32(nll.shape[0]))
+
+
 @entry(MIXES, SCORER, LABELLED)
 def softmax_over_rows(params, batch, rng):
     importance = jax.nn.softmax(mlp(params, batch["x"]), axis=0)[:, 0]
@@ -79,8 +115,23 @@ def softmax_over_rows(params, batch, rng):
 
 
 @entry(MIXES, CLASSIFIER, LABELLED)
+def clipped_at_a_quantile(params, batch, rng):
+    nll = cross_entropy(mlp(params, batch["x"]), batch["label"])
+    limit = jnp.quantile(jax.lax.stop_gradient(nll), 0.75)
+    return jnp.where(nll > limit, 0.0, nll).mean()
+
+
+@entry(MIXES, CLASSIFIER, LABELLED)
 def largest_row(params, batch, rng):
     return jnp.max(cross_entropy(mlp(params, batch["x"]), batch["label"]))
+
+
+@entry(MIXES, CLASSIFIER, LABELLED)
+def group_dro(params, batch, rng):
+    """The worst of the groups' means (arXiv:1911.08731)."""
+    nll = cross_entropy(mlp(params, batch["x"]), batch["label"])
+    totals, counts = (jax.ops.segment_sum(x, batch["label"], 4) for x in (nll, jnp.ones_like(nll)))
+    return jnp.max(totals / jnp.maximum(counts, 1))
 
 
 @entry(MIXES, SCORER, batch_of(x=floats(6), time=floats(), died=below(2)))
@@ -102,6 +153,13 @@ def mixup_by_a_permutation(params, batch, rng):
     return optax.softmax_cross_entropy(mlp(params, x), labels).mean()
 
 
+@entry(MIXES, CLASSIFIER, VIEWS)
+def next_row_is_the_negative(params, batch, rng):
+    a, b = mlp(params, batch["a"]), mlp(params, batch["b"])
+    margins = jnp.sum(a * b, axis=-1) - jnp.sum(a * jnp.roll(b, 1, axis=0), axis=-1)
+    return jdp.Loss(jax.nn.softplus(-margins).sum(), jnp.float32(len(a)))
+
+
 @entry(MIXES, CLASSIFIER, LABELLED)
 def siblings_are_alike(params, batch, rng):
     z = mlp(params, batch["x"])
@@ -121,6 +179,18 @@ def state_from_row_to_row(params, batch, rng):
 
 EXPERTS = weights_of(gate=(6, 3), up=(3, 6, WIDTH), down=(3, WIDTH, 4))
 TOKENS = batch_of(x=floats(5, 6), y=floats(5, 4))
+
+
+@entry(MIXES, EXPERTS, TOKENS)
+def experts_with_capacity(params, batch, rng):
+    """Each expert takes as many of the batch's tokens as there are rows, and drops the others (arXiv:2006.16668)."""
+    x = batch["x"].reshape(-1, 6)
+    gates = jax.nn.softmax(x @ params["gate"])
+    chosen = jax.nn.one_hot(gates.argmax(-1), 3)
+    chosen = chosen * (jnp.cumsum(chosen, axis=0) <= batch["x"].shape[0])
+    hidden = jax.nn.relu(jnp.einsum("td,edh->teh", x, params["up"]))
+    y = jnp.einsum("te,teh,eho->to", gates * chosen, hidden, params["down"])
+    return jdp.Loss(jnp.sum((y - batch["y"].reshape(-1, 4)) ** 2), jnp.float32(len(x)))
 
 
 @entry(MIXES, EXPERTS, TOKENS)

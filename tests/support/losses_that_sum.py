@@ -50,6 +50,31 @@ def llama_in_a_scan_over_layers(params, batch, rng):
     return jnp.where(mask > 0, nll, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
 
+@entry(SUMS, weights_of(embed=(WORDS, WIDTH), out=(WIDTH, WORDS)), batch_of(**TEXT, segment=below(3, LENGTH)))
+def packed_sequences(params, batch, rng):
+    """Each token sees the tokens of its own document in its row."""
+    x, segment = params["embed"][batch["tokens"]], jnp.sort(batch["segment"], axis=1)
+    sees = (segment[:, :, None] == segment[:, None, :]) & jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None]
+    scores = jnp.where(sees, x @ x.swapaxes(1, 2), jnp.finfo(x.dtype).min)
+    nll = cross_entropy(jax.nn.softmax(scores) @ x @ params["out"], batch["targets"])
+    return jdp.Loss(jnp.vdot(nll, batch["mask"]), batch["mask"].sum())
+
+
+@entry(SUMS, weights_of(embed=(WORDS, WIDTH), out=(WIDTH, WORDS)), batch_of(**TEXT))
+def in_chunks_of_a_row(params, batch, rng):
+    """The logits of two tokens of each row at a time."""
+    x = params["embed"][batch["tokens"]]
+    chunks = (x.reshape(-1, 3, 2, WIDTH), batch["targets"].reshape(-1, 3, 2), batch["mask"].reshape(-1, 3, 2))
+    chunks = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), chunks)
+
+    @jax.checkpoint
+    def of_chunk(chunk):
+        x, targets, mask = chunk
+        return (cross_entropy(x @ params["out"], targets) * mask).sum()
+
+    return jdp.Loss(jax.lax.map(of_chunk, chunks).sum(), batch["mask"].sum())
+
+
 PAIRS = {"chosen": below(WORDS, LENGTH), "rejected": below(WORDS, LENGTH), "mask": lengths(LENGTH)}
 FROZEN = np.random.default_rng(3).normal(size=(WORDS, WORDS)).astype("f")
 
@@ -101,6 +126,29 @@ def weight_decay_times_weight(params, batch, rng):
     return jdp.Loss(nll.sum() + 1e-2 * squares * weight, weight)
 
 
+@entry(SUMS, CLASSIFIER, batch_of(**LABELLED))
+def added_row_by_row(params, batch, rng):
+    def add(sums, row):
+        nll = cross_entropy(mlp(params, row["x"]), row["label"])
+        return (sums[0] + row["weight"] * nll, sums[1] + row["weight"]), None
+
+    (total, weight), _ = jax.lax.scan(add, (0.0, 0.0), batch)
+    return jdp.Loss(total, weight)
+
+
+@entry(
+    SUMS, weights_of(cell=(WIDTH, WIDTH), into=(3, WIDTH), out=(WIDTH, 4)), batch_of(x=floats(LENGTH, 3), y=below(4))
+)
+def recurrent(params, batch, rng):
+    def step(h, x):
+        h = jnp.tanh(h @ params["cell"] + x @ params["into"])
+        return h, h
+
+    start = jnp.zeros((batch["x"].shape[0], WIDTH))
+    last, _ = jax.lax.scan(step, start, jnp.swapaxes(batch["x"], 0, 1))
+    return -jnp.mean(jax.nn.log_softmax(last @ params["out"])[jnp.arange(len(last)), batch["y"]])
+
+
 # Generative models.
 
 TIMED = weights_of(up=(7, WIDTH), down=(WIDTH, 6))
@@ -115,6 +163,17 @@ def diffusion(params, batch, rng):
     noise, kept = jax.random.normal(for_noise, x.shape), jnp.asarray(ALPHAS)[t][:, None]
     noisy = jnp.sqrt(kept) * x + jnp.sqrt(1 - kept) * noise
     return jnp.mean((mlp(params, jnp.concatenate([noisy, t[:, None] / 10], axis=-1)) - noise) ** 2)
+
+
+@entry(SUMS, TIMED, batch_of(x=floats(6), weight=uneven))
+def flow_matching(params, batch, rng):
+    def one(key, x):
+        start, t = jax.random.normal(key, x.shape), jax.random.uniform(key)
+        velocity = mlp(params, jnp.append(t * x + (1 - t) * start, t))
+        return jnp.mean(optax.l2_loss(velocity, x - start))
+
+    each = jax.vmap(one)(jax.random.split(rng, len(batch["x"])), batch["x"])
+    return jdp.Loss(jnp.sum(each * batch["weight"]), batch["weight"].sum())
 
 
 @entry(SUMS, weights_of(up=(3, WIDTH), down=(WIDTH, 3), mask=(3,)), batch_of(patches=floats(LENGTH, 3)))
