@@ -15,6 +15,7 @@ may compare rows of equal integers, such as a query's. A result that is not fini
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -79,11 +80,12 @@ class Trial:
             nothing = self._compiled(without_rows, numbers, constant_key())
         except Exception:  # raised by the user's own code
             nothing = None
+        twice = cache(partial(self._compiled, _twice, numbers, constant_key()))  # compiled if it is needed
         for moved in (0, 1, 2):
             calls, empty = mixtures(moved), nothing and nothing(moved)
             finding = empty and loss_findings.without_rows(empty)
             if finding is None and (empty is None or not np.isfinite(empty.total)):
-                finding = loss_findings.of_rows_twice(self._compiled(_twice, numbers, constant_key())(moved), count)
+                finding = loss_findings.of_rows_twice(twice()(moved), count)
             decides = np.isfinite(calls.total).all() and np.any(calls.weight)
             if finding is None and decides:
                 finding = loss_findings.of_halves(calls, numbers)

@@ -15,14 +15,15 @@ from jdp.core.types import Batch, PyTree
 
 
 def moved_weights(params: PyTree, amount: jax.Array) -> PyTree:
-    """Return parameters plus `amount` times noise: weights such as zeros can hide that rows change each other."""
+    """Return parameters, plus noise if `amount` is not 0: weights such as zeros hide that rows change each other."""
+    size = jnp.minimum(amount, 1)
 
     def moved(number: int, x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         # constant arrays get more noise, because effects of several zeros (a head, the last scale of a block) multiply
         noise, spread = jax.random.normal(jax.random.key(number), x.shape), jnp.std(x)
-        return (x + amount * jnp.where(spread > 0, 0.1 * spread + 0.02, 0.3) * noise).astype(x.dtype)
+        return (x + size * jnp.where(spread > 0, 0.1 * spread + 0.02, 0.3) * noise).astype(x.dtype)
 
     return _map_numbered(moved, params)
 
@@ -48,14 +49,15 @@ def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
 
     Positive numbers stay positive, and no integer exceeds the largest of its array.
     """
+    size = jnp.minimum(amount, 1)
 
     def moved(number: int, x: jax.Array) -> jax.Array:
         uniform, dtype = jax.random.uniform(jax.random.key(number), x.shape), x.dtype
         if jnp.issubdtype(x.dtype, jnp.floating):
             largest = jnp.max(jnp.abs(x), initial=0.0)
             sizes = jax.random.uniform(jax.random.key(-1), (*x.shape[:2], *(1,) * (x.ndim - 2)))
-            x = x * (1 + amount * (uniform - 0.5)) + amount * 0.3 * largest * (1 - uniform)
-            return (x * (1 + amount * (sizes - 0.5))).astype(dtype)
+            x = x * (1 + size * (uniform - 0.5)) + size * 0.3 * largest * (1 - uniform)
+            return (x * (1 + size * (sizes - 0.5))).astype(dtype)
         if x.dtype == jnp.bool_:
             return x ^ ((uniform < 0.3) & (amount > 0))
         if not jnp.issubdtype(x.dtype, jnp.integer):

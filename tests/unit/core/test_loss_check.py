@@ -13,6 +13,7 @@ from flax import nnx
 from trainings import assert_close, plan_of, train
 
 import jdp
+from jdp.core.gradients.trial_values import moved_rows
 
 ROWS, WIDTH = 32, 8
 PLAN = plan_of("zero1", 4)
@@ -153,6 +154,13 @@ FOUND = {
     at_least_one: r"without rows Loss.weight is 1, not 0: return jdp.Loss\(total, mask.sum\(\)\)",
     mixup: "change the part of rows",
 }
+
+
+def test_the_last_rows_differ_in_integers_alone():
+    rows = jax.tree.map(lambda x: x.reshape(2, ROWS // 2, *x.shape[1:]), batch_of())
+    moved, equal = (moved_rows(rows, jnp.float32(amount)) for amount in (1, 2))
+    np.testing.assert_array_equal(moved["x"], equal["x"])
+    assert len(np.unique(moved["group"])) > 1 == len(np.unique(equal["group"]))
 
 
 @pytest.mark.parametrize("loss", [normalised, grouped, *FOUND], ids=lambda loss: loss.__name__)
