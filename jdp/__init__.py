@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jdp import guard as guard
     from jdp import models as models
     from jdp import prove as prove
-    from jdp.base.cpu_allocator import keep_memory as keep_memory
+    from jdp.base.machine import keep_memory as keep_memory
     from jdp.checkpoint.directory import Checkpoints as Checkpoints
     from jdp.checkpoint.errors import CheckpointError as CheckpointError
     from jdp.checkpoint.single import restore as restore
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from jdp.core.init.trees import init as init
     from jdp.core.init.trees import place as place
     from jdp.core.layers import scan_layers as scan_layers
-    from jdp.core.make_step import make_eval_step as make_eval_step
-    from jdp.core.make_step import make_train_step as make_train_step
     from jdp.core.plan import Plan as Plan
     from jdp.core.precision import Precision as Precision
     from jdp.core.sharding.mesh import make_mesh as make_mesh
     from jdp.core.sharding.placement import Placement as Placement
     from jdp.core.state import TrainState as TrainState
     from jdp.core.step import Step as Step
+    from jdp.core.step import make_eval_step as make_eval_step
+    from jdp.core.step import make_train_step as make_train_step
     from jdp.core.types import Loss as Loss
     from jdp.core.update.ema import ema_params as ema_params
     from jdp.core.update.ema import with_ema as with_ema
@@ -84,11 +84,11 @@ _HOMES = {
     "init": "core.init.trees",
     "init_state": "core.init.train_state",
     "initialize": "core.cluster.initialize",
-    "keep_memory": "base.cpu_allocator",
+    "keep_memory": "base.machine",
     "keep_programs": "core.compiling.persistent_cache",
-    "make_eval_step": "core.make_step",
+    "make_eval_step": "core.step",
     "make_mesh": "core.sharding.mesh",
-    "make_train_step": "core.make_step",
+    "make_train_step": "core.step",
     "muon": "core.update.muon",
     "place": "core.init.trees",
     "process_rows": "data.feed",

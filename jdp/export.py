@@ -28,11 +28,9 @@ A GPT as `transformers` reads it, with its low-rank updates added:
 >>> folder.cleanup()
 """
 
-from jdp.checkpoint.safetensors.hugging_face import gpt2_names, hf_names, llama_names
-from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf
-from jdp.checkpoint.safetensors.lora import merge_lora
-from jdp.checkpoint.safetensors.names import Names, Part, Tensor
-from jdp.checkpoint.safetensors.transfer import export_hf, export_safetensors, import_safetensors
+from jdp.checkpoint.safetensors.config import gpt_config_from_hf
+from jdp.checkpoint.safetensors.names import Names, Part, Tensor, gpt2_names, hf_names, llama_names
+from jdp.checkpoint.safetensors.transfer import export_hf, export_safetensors, import_safetensors, merge_lora
 
 __all__ = [
     "Names",

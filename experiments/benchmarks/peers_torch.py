@@ -4,7 +4,7 @@
 
 Modes: `products` multiplies matrices in one process; `eager` and `compiled` run under DistributedDataParallel; `fsdp2`
 and `fsdp2-compiled` shard by layer (`fully_shard`). There is one process per core with one thread, connected by Gloo,
-and AdamW is fused. With MEMORY=kept the process keeps its freed memory, as in jdp (`jdp/base/cpu_allocator.py`).
+and AdamW is fused. With MEMORY=kept the process keeps its freed memory, as in jdp (`jdp/base/machine.py`).
 """
 
 import math
@@ -92,7 +92,7 @@ def main() -> None:
         return
     if os.environ.get("MEMORY") == "kept":
         sys.path.insert(0, str(Path(__file__).parents[2]))
-        from jdp.base.cpu_allocator import keep_memory
+        from jdp.base.machine import keep_memory
 
         assert keep_memory()
     torch.set_num_threads(1)

@@ -73,7 +73,7 @@ import jdp
 from jdp.base.disk_cache import Cache, default_folder
 from jdp.experiment.losses import text_loss
 from jdp.foresight.program.module import Program, parse
-from jdp.foresight.targets.relocate import ASSUMED, Candidate
+from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.timing.kernels import CostModel
 from jdp.foresight.timing.timeline import timeline
@@ -127,7 +127,7 @@ def _lower(run: Run, layers: int) -> jax.stages.Lowered:
         precision=jdp.Precision(compute="bf16", reduce=run.reduce),
         clip_norm=1.0,
     )
-    return Candidate(step, state, batch, cudnn=ASSUMED).lower()
+    return Candidate(step, state, batch).lower()
 
 
 def devices(run: Run) -> Target:

@@ -11,7 +11,7 @@ key indexed by the global row.
 
 If each of N ranks shuffles n samples by itself and reads n/N, a share of (1 − 1/N)^N, 34 % for 8, is read by none. The
 right way: position p of a run, over all ranks, is sample f(seed, p // n, p % n), and rank r of a batch at b reads the
-positions b·B + r·B/N and on. jdp: `jdp.data.order.sample_index` in experiments, `jdp.process_rows` for a loader of your
+positions b·B + r·B/N and on. jdp: `jdp.data.sample_index` in experiments, `jdp.process_rows` for a loader of your
 own; weights and dropout from one key. PyTorch: `DistributedSampler` with `set_epoch`; `drop_last`.
 """
 
@@ -25,7 +25,7 @@ from devices import use_eight_devices
 from narration import curves, keep, parser, show, tell
 
 import jdp
-from jdp.data.order import sample_index
+from jdp.data import sample_index
 
 SAMPLES, RANKS, FEWER, BATCH = 1003, 8, 5, 40  # samples: no multiple of anything; rows of a global batch
 RESUMED = ("from the epoch's start", "as many rows per rank", "by position")

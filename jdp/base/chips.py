@@ -30,7 +30,7 @@ class Chip:
     link_efficiency: float = 1.0  # payload as a share of `link_bandwidth`; likewise the next two
     network_efficiency: float = 1.0
     host_efficiency: float = 1.0
-    link_latency: float = 0.0  # seconds a hop, added to the tables in `jdp.foresight.timing.operations`
+    link_latency: float = 0.0  # seconds a hop, added to the tables in `jdp.base.link_times`
     network_latency: float = 0.0
     matmul_efficiency: float = 0.8  # share of `matmul_flops` that large products reach in a training run
     # how far predicted times are from published runs on this chip, in words

@@ -3,12 +3,16 @@
 They go to the logger "jdp" if the application has enabled it at level INFO. If logging is not configured, they are
 printed to standard error. (A handler without a level, which a library may have added, does not count.) The start of
 `jdp train` prints few notices and counts the others (`in_few_lines`).
+
+A process also reports its progress, in a file, to the supervisor that may restart it (`jdp launch`).
 """
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Generator
+from pathlib import Path
 
 from jdp.base.formatting import for_stream
 
@@ -75,3 +79,38 @@ def end_of_start() -> None:
     held, _start = (_start or [])[_MOST_LINES - 1 :], None
     if held:
         _print(held[0] if len(held) == 1 else f"{len(held)} more notices: --verbose")
+
+
+PROGRESS_FILE = "JDP_PROGRESS_FILE"
+"""The environment variable that names this process' file; `jdp launch` sets it."""
+JOINED = "joined"
+"""The file beside it that exists after the processes of this machine have joined their cluster."""
+
+_noted = -1
+
+
+def note_progress(step: int) -> None:
+    """Record that this process can be resumed after this step or a later one; do nothing without a supervisor."""
+    global _noted
+    if name := os.environ.get(PROGRESS_FILE):
+        _noted = max(_noted, step)
+        with contextlib.suppress(OSError):  # a run goes on without its supervisor
+            fresh = Path(name).with_name(f"new.{Path(name).name}")
+            fresh.write_text(f"{_noted}\n", encoding="ascii")
+            fresh.replace(name)
+
+
+def note_joined() -> None:
+    """Record that all processes have joined; do nothing without a supervisor."""
+    if name := os.environ.get(PROGRESS_FILE):
+        with contextlib.suppress(OSError):
+            Path(name).with_name(JOINED).touch()
+
+
+def read_progress(folder: Path) -> int | None:
+    """Return the newest step that all processes of this machine have recorded; None without such a step."""
+    steps: list[int] = []
+    for file in folder.glob("progress.*"):
+        with contextlib.suppress(OSError, ValueError):
+            steps.append(int(file.read_text(encoding="ascii")))
+    return min(steps, default=None)

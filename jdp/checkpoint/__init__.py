@@ -4,7 +4,8 @@ Checkpoints are written in the background, and restored onto any plan.
 
 single         one checkpoint in a folder
 directory      several, one for each step
-format/        the content of a checkpoint, how it is stored and read onto a target, its checksums
+content        the leaves of a checkpoint, read onto a target
+stored         its files: Orbax' arrays, checksums
 upkeep         which entries of a directory are jdp's, which to keep, which are damaged
 mirror         copies in object storage; `memory/` those in the hosts' memory
 errors         errors in one sentence; retries

@@ -21,20 +21,17 @@ from typing import Any, BinaryIO, Literal, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from jdp.base.errors import UserError
-from jdp.base.notices import warn
-from jdp.base.progress_file import note_progress
-from jdp.base.public import public
+from jdp.base.errors import UserError, public
+from jdp.base.notices import note_progress, warn
 from jdp.base.user_path import user_path
-from jdp.checkpoint import upkeep
+from jdp.base.words import is_integer
+from jdp.checkpoint import content, stored, upkeep
+from jdp.checkpoint.content import Content, Source, check_values, number_of, to_json
 from jdp.checkpoint.errors import HOURS, CheckpointError, hush, on_first_process, write_error
-from jdp.checkpoint.format import checksums, content
-from jdp.checkpoint.format.content import Source
-from jdp.checkpoint.format.stored import ARRAYS, DESCRIPTION, Stored, open_writer, read_metrics
-from jdp.checkpoint.format.trees import Content, check_values, number_of, to_json
-from jdp.checkpoint.memory.copies import MemoryCopies, check_every
+from jdp.checkpoint.memory.copies import MemoryCopies
 from jdp.checkpoint.memory.host import RUN_ID
 from jdp.checkpoint.mirror import Mirror
+from jdp.checkpoint.stored import ARRAYS, DESCRIPTION, Stored
 from jdp.checkpoint.upkeep import Retention
 from jdp.core.cluster.barrier import from_every_process, from_first_process
 from jdp.core.types import PyTree
@@ -91,7 +88,9 @@ class Checkpoints:
         keep_in_memory: int = 0,
         mirror: str | None = None,
     ) -> None:
-        check_every(keep_in_memory)
+        if not is_integer(keep_in_memory) or keep_in_memory < 0:
+            rule = "keep_in_memory is a number of steps, 0 or more"
+            raise UserError(f"{rule}; given {keep_in_memory!r}. 0 keeps no copies.")
         self._retention = Retention(keep, keep_every, best, mode)
         self.directory = user_path(directory).absolute()
         upkeep.make_directory(self.directory)
@@ -104,7 +103,7 @@ class Checkpoints:
         self._memory = MemoryCopies(self.directory, keep_in_memory) if keep_in_memory else None
         self._background = ThreadPoolExecutor(1, "jdp checkpoint")
         self._restore_logging = hush()  # Orbax' threads log their errors; here they are raised instead
-        self._arrays: ocp.AsyncCheckpointer | None = open_writer()  # None: closed
+        self._arrays: ocp.AsyncCheckpointer | None = stored.open_writer()  # None: closed
 
     @property
     def latest(self) -> int | None:
@@ -366,7 +365,7 @@ class Checkpoints:
     def _metrics(self) -> dict[int, dict[str, float | None] | None]:
         """Return the metrics of all committed steps; only `best` needs them."""
         steps = upkeep.committed_steps(self.directory)
-        return {step: read_metrics(self.directory / str(step)) if self._retention.best else {} for step in steps}
+        return {step: stored.read_metrics(self.directory / str(step)) if self._retention.best else {} for step in steps}
 
     # Writing.
 
@@ -415,28 +414,28 @@ class Checkpoints:
         """Wait for the arrays, then hash and commit the checkpoint, in the background. `name` is process 0's path."""
         writer.wait_until_finished()
         folder, process = self._staging(step), jax.process_index()
-        share, problem = checksums.Files(), 0
+        share, problem = stored.Files(), 0
         try:
             if process == 0:
-                checksums.write(folder / DESCRIPTION, json.dumps(description).encode())
-            share = checksums.hash_share(folder, process, jax.process_count())
+                stored.write(folder / DESCRIPTION, json.dumps(description).encode())
+            share = stored.hash_share(folder, process, jax.process_count())
         except OSError as error:  # all processes raise it, because the others would wait
             problem = error.errno or errno.EIO
         shares = from_every_process(
             f"the checksums of a checkpoint in {name}", json.dumps([share, problem]), seconds=HOURS
         )
-        files: checksums.Files = {}
+        files: stored.Files = {}
         for share, problem in map(json.loads, shares):
             if problem:
                 raise OSError(problem, os.strerror(problem))
             files |= share
 
         def finish() -> None:
-            checksums.commit(folder, files)
+            stored.commit(folder, files)
             folder.rename(self.directory / str(step))
             self._release()
             try:
-                checksums.sync(self.directory)  # before deleting an older checkpoint
+                stored.sync(self.directory)  # before deleting an older checkpoint
                 kept = self._retention.kept(metrics := self._metrics())
                 # A checkpoint that the mirror is sending waits for a later save.
                 for old in metrics.keys() - kept - {self._mirror and self._mirror.sending}:

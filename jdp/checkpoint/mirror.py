@@ -18,9 +18,7 @@ import jax
 from jdp.base.notices import notice
 from jdp.base.user_path import bucket_address
 from jdp.checkpoint.errors import HOURS, CheckpointError, retried
-from jdp.checkpoint.format import checksums
-from jdp.checkpoint.format.checksums import COMMITTED
-from jdp.checkpoint.format.stored import DESCRIPTION, read_metrics
+from jdp.checkpoint.stored import COMMITTED, DESCRIPTION, read_metrics, verify
 from jdp.checkpoint.upkeep import ABANDONED, DAMAGED, Retention, committed_steps, set_damaged_aside
 from jdp.core.cluster.barrier import from_first_process
 
@@ -84,7 +82,7 @@ class Mirror:
         for step in sorted(newer - gone, reverse=True):
             shutil.rmtree(fresh, ignore_errors=True)
             self._fs.get(self._paths(step, files[step]), [str(fresh / name) for name in files[step]])
-            if problem := checksums.verify(fresh):
+            if problem := verify(fresh):
                 self._say(f"checkpoint {step} is damaged ({problem}) and is skipped")
                 continue
             if (self._directory / str(step)).exists():  # partial or damaged

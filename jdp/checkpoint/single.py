@@ -11,16 +11,13 @@ from typing import Any, TypeVar
 
 import jax
 
-from jdp.base.public import public
+from jdp.base.errors import public
 from jdp.base.user_path import user_path
-from jdp.checkpoint import upkeep
+from jdp.checkpoint import content, upkeep
+from jdp.checkpoint.content import Content, Source, check_values
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
-from jdp.checkpoint.format import content
-from jdp.checkpoint.format.checksums import COMMITTED
-from jdp.checkpoint.format.content import Source
-from jdp.checkpoint.format.stored import ARRAYS, Stored, is_checkpoint
-from jdp.checkpoint.format.trees import Content, check_values
+from jdp.checkpoint.stored import ARRAYS, COMMITTED, Stored, is_checkpoint
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 

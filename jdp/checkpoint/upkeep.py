@@ -24,17 +24,14 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 import jax
 
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, public
 from jdp.base.formatting import finite_or_none
 from jdp.base.notices import warn
-from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.base.words import is_integer
+from jdp.checkpoint.content import Source
 from jdp.checkpoint.errors import HOURS, CheckpointError, DamagedError, write_error
-from jdp.checkpoint.format import checksums
-from jdp.checkpoint.format.checksums import COMMITTED
-from jdp.checkpoint.format.content import Source
-from jdp.checkpoint.format.stored import Stored, is_checkpoint
+from jdp.checkpoint.stored import COMMITTED, Stored, is_checkpoint, verify
 from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
 
 MARKER = ".jdp-checkpoints"
@@ -297,7 +294,7 @@ def check(path: str | Path) -> list[Checked]:
 
 
 def _checked(folder: Path) -> Checked:
-    problem = checksums.verify(folder)
+    problem = verify(folder)
     step = int(folder.name) if folder.name.isdecimal() else None
     return Checked(folder, step, "damaged" if problem else "whole", problem)
 
@@ -318,7 +315,7 @@ def read_newest(directory: Path, read: Callable[[Source], _T], *, aside: bool) -
         try:
             value = read(Stored(folder, "There may be others in that directory: name one of them"))
         except DamagedError as error:
-            if error.__cause__ is not None and not checksums.verify(folder):
+            if error.__cause__ is not None and not verify(folder):
                 raise  # its bytes are unchanged: unreadable, but not damaged
             problem = error.problem
         problems = from_every_process("what was read of a checkpoint", problem, seconds=HOURS)

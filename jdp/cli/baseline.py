@@ -12,10 +12,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import linecache
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,11 +25,8 @@ from jdp.base.formatting import align_columns, format_bytes, format_seconds
 from jdp.base.toml import brief, cut
 from jdp.core.sharding.axes import factors
 from jdp.foresight.step_report import StepReport
-from jdp.foresight.traffic.contract import TINY
-from jdp.foresight.traffic.sends import Sent
+from jdp.foresight.traffic.contract import TINY, Sent
 
-FORMAT = 1
-"""Format of the file; a later format is refused."""
 _SHARE = 0.001  # of all bytes sent; a line that grows by less is never worse
 _EQUAL = 1e-9  # of a float summed in another order
 EQUAL, BETTER, WORSE, OTHER = "equal", "better", "worse", "changed"
@@ -63,6 +61,7 @@ class HeldBytes:
 class Baseline:
     """A compiled step in numbers."""
 
+    format: Literal[1] = field(default=1, kw_only=True)  # of the file; a later format is refused
     program: str
     target: str
     jax: str  # its version
@@ -70,20 +69,15 @@ class Baseline:
     sent: tuple[SentFrom, ...]  # most bytes first
     held: HeldBytes
     step_seconds: float | None  # simulated; None if the target's rates are not published
-    format: int = FORMAT
 
     @property
     def wire_bytes(self) -> float:
         """Bytes that each device sends per step."""
         return sum(each.wire_bytes for each in self.sent)
 
-    @property
-    def collectives(self) -> int:
-        return sum(each.count for each in self.sent)
-
     def to_text(self) -> str:
         """Return the file's text, with a number per line for diffs."""
-        return json.dumps({"format": self.format, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+        return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
 
 
 def baseline_of(report: StepReport, program: str, root: Path) -> Baseline:
@@ -99,21 +93,14 @@ def baseline_of(report: StepReport, program: str, root: Path) -> Baseline:
 
 def read_baseline(path: Path) -> Baseline:
     """Read a file of `Baseline.to_text`. Raises UserError."""
-    what = f"a baseline is a file of jdp verify; given {brief(str(path))}"
     try:
-        text = path.read_text("utf-8")
-        found = json.loads(text)
-        version = found.get("format") if isinstance(found, dict) else None
-        if version == FORMAT:
-            return TypeAdapter(Baseline).validate_json(text)
-        why = f"it has {'no format' if version is None else f'format {brief(version)}'}, and {FORMAT} is read"
+        return TypeAdapter(Baseline).validate_json(path.read_bytes())
     except OSError as error:
         why = error.strerror
     except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))} is wrong ({first['msg']})"
-    except ValueError:
-        why = "it is not JSON"
+        first = min(error.errors(), key=lambda each: each["loc"] != ("format",))
+        why = ": ".join([*map(str, first["loc"]), first["msg"]])
+    what = f"a baseline is a file of jdp verify; given {brief(str(path))}"
     raise UserError(f"{what}: {why}; write it with jdp verify PROGRAM --save FILE")
 
 
@@ -123,22 +110,12 @@ def _by_line(sent: Iterable[Sent], root: Path) -> tuple[SentFrom, ...]:
         source = each.source
         file, _, number = (source or "").rpartition(":")
         text = cut(linecache.getline(file, int(number)).strip(), 200) if number.isdecimal() else ""
-        named = None if source is None else _from_root(source, root)
+        # Relative to the repository or to the installed packages, because other machines have other folders.
+        named = None if source is None else re.split("/(?:site|dist)-packages/", source.removeprefix(f"{root}/"))[-1]
         line = lines.get((each.kind, source), SentFrom(each.kind, named, text, 0, 0.0))
         wire = line.wire_bytes + each.wire_bytes
         lines[each.kind, source] = replace(line, count=line.count + each.count, wire_bytes=wire)
     return tuple(sorted(lines.values(), key=lambda each: (-each.wire_bytes, each.kind, each.source or "")))
-
-
-def _from_root(source: str, root: Path) -> str:
-    """Return "file:line" without the machine's folders: relative to the repository or to the installed packages."""
-    name, _, line = source.rpartition(":")
-    posix = name.replace("\\", "/")
-    for installed in ("/site-packages/", "/dist-packages/"):
-        if installed in posix:
-            return f"{posix.rpartition(installed)[2]}:{line}"
-    path = Path(name)
-    return f"{path.relative_to(root).as_posix() if path.is_relative_to(root) else posix}:{line}"
 
 
 # The comparison.
@@ -215,16 +192,19 @@ class Comparison:
         return "\n\n".join([*parts, *(f"> {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict, "rows": [asdict(row) for row in self.rows]}
+        return {**asdict(self), "verdict": self.verdict}
 
 
 def numbers(step: Baseline) -> dict[str, tuple[float, str]]:
     """Return name -> (number, unit) of a step as a whole."""
-    held = step.held
-    found: dict[str, tuple[float, str]] = {SENT: (step.wire_bytes, "bytes"), "collectives": (step.collectives, "")}
-    found |= {HELD: (held.total, "bytes")}
-    found |= {f"of it {part}": (getattr(held, part), "bytes") for part in ("arguments", "results", "temporaries")}
-    found |= {HOST: (held.host, "bytes")}
+    held, collectives = step.held, sum(each.count for each in step.sent)
+    found: dict[str, tuple[float, str]] = {
+        SENT: (step.wire_bytes, "bytes"),
+        "collectives": (collectives, ""),
+        HELD: (held.total, "bytes"),
+        **{f"of it {part}": (getattr(held, part), "bytes") for part in ("arguments", "results", "temporaries")},
+        HOST: (held.host, "bytes"),
+    }
     return found if step.step_seconds is None else {**found, TIME: (step.step_seconds, "seconds")}
 
 
@@ -285,12 +265,10 @@ def _verdict(old: float, new: float, tolerance: float, least: float) -> str:
 
 # Pairs of lines.
 
-_Pair = tuple[SentFrom | None, SentFrom | None]
 
-
-def _pairs(before: Sequence[SentFrom], now: Sequence[SentFrom]) -> list[_Pair]:
+def _pairs(before: Sequence[SentFrom], now: Sequence[SentFrom]) -> list[tuple[SentFrom | None, SentFrom | None]]:
     """Return each earlier line with the same line now, most bytes first; None if one of the two is missing."""
-    left, unpaired, pairs = [*before], [*now], list[_Pair]()
+    left, unpaired, pairs = [*before], [*now], list[tuple[SentFrom | None, SentFrom | None]]()
     for identity in _IDENTITIES:
         for new in [*unpaired]:
             old = next((each for each in left if identity(each) == identity(new)), None)

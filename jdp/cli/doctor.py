@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import tyro
 
 from jdp.base.machine import choose_platform
-from jdp.base.user_path import PathError, user_path
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
 if TYPE_CHECKING:
-    from jdp.launch.doctor.findings import Finding
+    from jdp.launch.doctor import Finding
 
-UNHEALTHY = 1
 _BEFORE_OTHERS = 5.0  # seconds by which process 0 reports a timeout before the others end
 _REPORTING, _VERIFYING = 60.0, 86400.0  # how long the others wait for process 0, which may read terabytes
 
@@ -50,7 +48,6 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Run all checks, print the findings, and return 0 if nothing is wrong, else 1."""
     options = parse(Options, "doctor", arguments)
     folder = _check(options)
     report = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
@@ -60,19 +57,16 @@ def run(arguments: list[str]) -> int:
 
 def _check(options: Options) -> Path | None:
     """Return the folder of RUN; None if none is given."""
-    if not (math.isfinite(options.timeout) and 0 < options.timeout <= 86400):
+    from jdp.run.read_folder import run_path
+
+    if not 0 < options.timeout <= 86400:
         raise UsageError(f"--timeout takes seconds, above 0 and at most a day; given {options.timeout}: write 25")
     if options.run is None:
         return None
-    try:
-        folders = [user_path(options.run), user_path(options.run_dir / options.run)]
-    except PathError as error:
-        raise UsageError(f"RUN: {error}") from None
-    folder = next((each for each in folders if each.is_dir()), None)
+    path, place = run_path(options.run), options.run_dir
+    folder = next((each for each in (path, place / path) if each.is_dir()), None)
     if folder is None:
-        raise UsageError(
-            f"there is no run {options.run}, neither as a folder nor in {options.run_dir}: name its folder"
-        )
+        raise UsageError(f"there is no run {options.run}, neither as a folder nor in {place}: name its folder")
     return folder
 
 
@@ -91,8 +85,7 @@ class _Examination:
 
     def examine(self) -> int:
         from jdp.core.cluster.barrier import from_first_process
-        from jdp.launch.doctor.findings import Finding
-        from jdp.launch.doctor.machine import examine_cache, examine_disk, examine_versions
+        from jdp.launch.doctor import Finding, examine_cache, examine_disk, examine_versions
 
         self.findings += [*examine_versions(), *examine_disk(self.run_folder or self.options.run_dir), examine_cache()]
         choose_platform()
@@ -115,7 +108,7 @@ class _Examination:
         """Join the cluster if there is one; return False, with a finding, if that fails."""
         from jdp.core.cluster.initialize import initialize, joined_as
         from jdp.core.cluster.schedulers import find_cluster
-        from jdp.launch.doctor.findings import Finding
+        from jdp.launch.doctor import Finding
 
         try:
             if cluster := find_cluster():
@@ -129,8 +122,7 @@ class _Examination:
 
     def _examine_together(self) -> bool:
         """Check the devices and an all-reduce over all of them; return False if JAX has no devices."""
-        from jdp.launch.doctor.devices import examine_all_reduce, examine_devices
-        from jdp.launch.doctor.findings import gather
+        from jdp.launch.doctor import examine_all_reduce, examine_devices, gather
 
         seconds = 0.8 * self.options.timeout  # these waits name the missing process, so they end before `_bounded`
         with self._bounded("devices"):
@@ -149,26 +141,25 @@ class _Examination:
     @contextlib.contextmanager
     def _bounded(self, what: str) -> Generator[None]:
         """Report, and end this process, if the code in `with` does not end in time; it may hang in C++."""
-        from jdp.launch.doctor import devices
-        from jdp.launch.doctor.findings import Finding
+        from jdp.launch import doctor
 
         seconds = self.options.timeout + (_BEFORE_OTHERS if self.me else 0)  # process 0 reports first
 
         def give_up() -> None:
             found = f"not done after {self.options.timeout:g} seconds: a process, a device or a link hangs"
             mend = "check fewer hosts at a time to find it; jdp doctor --timeout 120 if starting takes longer"
-            if what == "all-reduce" and self.count == 1 and devices.is_nccl_used():
-                if variables := devices.nccl_cure(self.options.timeout):
-                    line = devices.in_shell(variables)
+            if what == "all-reduce" and self.count == 1 and doctor.is_nccl_used():
+                if variables := doctor.nccl_cure(self.options.timeout):
+                    line = doctor.in_shell(variables)
                     found = f"{found}; with {line} it succeeds"
-                    why = "; look for an IOMMU or PCI ACS in the BIOS" * (devices.P2P in variables)
+                    why = "; look for an IOMMU or PCI ACS in the BIOS" * (doctor.P2P in variables)
                     mend = f"export {line}, in each shell that trains{why}"
                 else:
                     found = f"{found}, also without NCCL's peer-to-peer, shared memory and RDMA"
                     mend = "NCCL_DEBUG=INFO jdp doctor"
-            self.findings.append(Finding(what, "wrong", found, mend))
+            self.findings.append(doctor.Finding(what, "wrong", found, mend))
             self._report()
-            os._exit(UNHEALTHY)
+            os._exit(1)
 
         timer = threading.Timer(seconds, give_up)
         timer.daemon = True
@@ -181,13 +172,13 @@ class _Examination:
     def _report(self) -> int:
         """Print the findings of all processes that sent them, and return the exit code."""
         from jdp.guard.diagnosis import ERRORS
-        from jdp.launch.doctor.findings import Examined, described
+        from jdp.launch.doctor import Examined, described
 
         if self.me:  # process 0 reports the findings that the others could send
             unwell = [each for each in self.findings if each.status == "wrong"]
             for each in unwell:
                 print(f"process {self.me} of {self.count}: {each.check}: {each.found} → {each.mend}", file=sys.stderr)
-            return UNHEALTHY if unwell else 0
+            return int(bool(unwell))
         found = {**self.gathered, self.me: [*self.gathered.get(self.me, []), *self.findings]}
         examined = Examined(found, self.hosts or {self.me: socket.gethostname()})
         if self.options.json:
@@ -199,23 +190,20 @@ class _Examination:
             verdict = [ERRORS, f"{things} wrong."] if examined.wrong else ["Nothing is wrong."]
             lines = [f"jdp doctor: {who}", *examined.lines(), *verdict]
         print(*lines, sep="\n", file=self.stdout, flush=True)
-        return UNHEALTHY if examined.wrong else 0
+        return int(bool(examined.wrong))
 
 
 def _verified(folder: Path) -> "list[Finding]":
     """Check each checkpoint of a run against its checksums, and the room for the next."""
     from jdp.checkpoint import check
-    from jdp.launch.doctor.findings import Finding
-    from jdp.launch.doctor.machine import examine_room
+    from jdp.launch.doctor import Finding, examine_room
 
-    checkpoints = check(folder)
-    findings: list[Finding] = []
+    checkpoints, findings = check(folder), list[Finding]()
     for each in checkpoints:
-        place = shlex.quote(str(each.folder))
+        place, wrong = shlex.quote(str(each.folder)), each.status == "damaged"
         mend = f"jdp train resumes from the newest complete checkpoint and moves this one away; or: rm -r {place}"
-        name, is_damaged = f"checkpoint {each.folder.name}", each.status == "damaged"
-        ok = Finding(name, "ok", "every file is as it was saved")
-        findings.append(Finding(name, "wrong", each.problem, mend) if is_damaged else ok)
+        found = each.problem if wrong else "every file is as it was saved"
+        findings.append(Finding.judged(f"checkpoint {each.folder.name}", found, mend, wrong=wrong))
     if not checkpoints:
         return [Finding("checkpoints", "note", f"there are none in {folder}")]
     return [*findings, examine_room(folder, checkpoints[-1].folder)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from jdp.base.machine import visible_gpus
+from jdp.base.user_path import user_path
 from jdp.cli import train
 from jdp.cli.options import UsageError, parse, parse_with_overrides
 from jdp.experiment.file import check_for_devices, load, shipped_file
@@ -84,23 +85,24 @@ def _launch(options: Options, command: list[str]) -> int:
     from jdp.launch.output import LOGS
     from jdp.launch.supervisor import launch as start
 
-    for flag, number in {"-n": options.processes, "--devices-per-process": options.devices_per_process}.items():
-        if number is not None and number < 1:
-            raise UsageError(f"{flag} must be 1 or more; given {number}: raise it")
-    if options.max_restarts < 0:
-        raise UsageError(f"--max-restarts must be 0 or more; given {options.max_restarts}: 0 starts nothing again")
+    for flag, number, least in (
+        ("-n", options.processes, 1),
+        ("--devices-per-process", options.devices_per_process, 1),
+        ("--nodes", options.nodes, 1),
+        ("--max-restarts", options.max_restarts, 0),
+    ):
+        if number is not None and number < least:
+            raise UsageError(f"{flag} must be {least} or more; given {number}: raise it")
     nodes = _nodes(options)
     environment, log_dir, event_log = dict(os.environ), options.log_dir, None
-    command = [_expand_home(command[0]), *command[1:]]
+    command = [str(user_path(command[0])) if command[0].startswith("~") else command[0], *command[1:]]
     started = _program(command)
     is_experiment = started is None
-    if started is not None:
-        if options.run_dir is not None:
-            raise UsageError("--run-dir is for experiments; given a program: give it its options after its name")
-        _check_exists(started)
-    else:
+    if started is not None and options.run_dir is not None:
+        raise UsageError("--run-dir is for experiments; given a program: give it its options after its name")
+    if started is None:
         added = ["--json"] if options.json else []
-        added += [f"--run-dir={_expand_home(str(options.run_dir))}"] if options.run_dir is not None else []
+        added += [f"--run-dir={options.run_dir}"] if options.run_dir is not None else []
         if options.devices_per_process is not None and not visible_gpus(environment):
             added += [f"--devices={options.devices_per_process}"]
         folder, is_virtual = _check_before_launch([*command, *added], options.processes * (nodes.count if nodes else 1))
@@ -127,8 +129,6 @@ def _nodes(options: Options) -> "Nodes | None":
     from jdp.launch.processes import Nodes
 
     given = {"--node-rank": options.node_rank, "--coordinator": options.coordinator}
-    if options.nodes is not None and options.nodes < 1:
-        raise UsageError(f"--nodes must be 1 or more machines; given {options.nodes}: leave it out for this one alone")
     if options.nodes in (None, 1):
         if named := [flag for flag, value in given.items() if value is not None]:
             raise UsageError(f"{named[0]} is for several machines; given --nodes 1: say how many with --nodes")
@@ -139,60 +139,41 @@ def _nodes(options: Options) -> "Nodes | None":
             f"several machines need --node-rank and --coordinator; given --nodes {options.nodes} without {missing}: "
             f"write --nodes {options.nodes} --node-rank 0 --coordinator HOST:PORT, and on each its own number"
         )
-    try:
-        return Nodes(options.nodes, options.node_rank, options.coordinator)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    return Nodes(options.nodes, options.node_rank, options.coordinator)
 
 
 def _program(command: list[str]) -> list[str] | None:
-    """Return the command line of a program; None for an experiment, whose options may come before its file."""
-    word = command[0]
-    if word == "-m" or (word.endswith(".py") and not word.startswith("-")):
+    """Return the command line of a program; None for an experiment, whose options may come before its file.
+
+    Raises UsageError once, instead of in every process, if there is no such program.
+    """
+    word, here = command[0], Path.cwd()
+    if word == "-m":
+        module = "".join(command[1:2])
+        top = module.partition(".")[0]
+        there = top.isidentifier() and (PathFinder.find_spec(top, [str(here)]) or importlib.util.find_spec(top))
+        if not there:
+            raise UsageError(f"-m needs a module of {here} or of {sys.executable}; given {module!r}: fix its name")
         return [sys.executable, *command]
     if word.startswith("-") or word.endswith(".toml"):
         return None
+    if word.endswith(".py"):
+        if not Path(word).is_file():
+            raise UsageError(f"there is no program {word}, seen from {here}: fix its path")
+        return [sys.executable, *command]
     if Path(word).is_file() and not os.access(word, os.X_OK):
         return None
-    return None if shutil.which(word) is None and shipped_file(Path(word)) is not None else command
-
-
-def _check_exists(command: list[str]) -> None:
-    """Raise UsageError once, instead of in every process, if there is no such program."""
-    program, *arguments = command
-    if program != sys.executable:
-        if shutil.which(program) is None:
-            kinds = "an experiment FILE.toml or the name of one that jdp ships, a PROGRAM.py, -m MODULE, or a command"
-            raise UsageError(
-                f"after -- comes {kinds} on the PATH; there is no file and no command {program!r}: fix its name"
-            )
-    elif arguments[:1] == ["-m"]:
-        if not arguments[1:] or arguments[1].startswith("-"):
-            raise UsageError("-m needs a module; given none: write jdp launch -n 2 -- -m PACKAGE [its arguments]")
-        module = arguments[1]
-        top = module.partition(".")[0]
-        if not top.isidentifier() or not (
-            PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)
-        ):
-            raise UsageError(
-                f"there is no module {module!r}, neither in {Path.cwd()} nor installed for {program}: fix its name, or "
-                "install it"
-            )
-    elif arguments and arguments[0].endswith(".py") and not Path(arguments[0]).is_file():
-        raise UsageError(f"there is no program {arguments[0]}, seen from {Path.cwd()}: fix its path")
-
-
-def _expand_home(word: str) -> str:
-    """Resolve ~ in a path, like a shell."""
-    try:
-        return str(Path(word).expanduser()) if word.startswith("~") else word
-    except RuntimeError:
-        raise UsageError(f"there is no home folder {Path(word).parts[0]}, in {word}: write the folder") from None
+    if shutil.which(word) is not None:
+        return command
+    if shipped_file(Path(word)) is None:
+        kinds = "an experiment FILE.toml or the name of one that jdp ships, a PROGRAM.py, -m MODULE, or a command"
+        raise UsageError(f"after -- comes {kinds} on the PATH; there is no file and no command {word!r}: fix its name")
+    return None
 
 
 def _check_before_launch(arguments: list[str], processes: int) -> tuple[Path, bool]:
     """Report a mistake once, not in every process; return the run's folder, and whether its CPU devices are virtual."""
-    from jdp.run.outputs.profiler import profiled_steps
+    from jdp.run.outputs import profiled_steps
 
     options, overrides = parse_with_overrides(train.Options, "train", arguments)
     experiment = load(options.file, overrides)

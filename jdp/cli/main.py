@@ -38,8 +38,7 @@ import jdp
 from jdp.base.errors import UserError
 from jdp.base.toml import cut
 from jdp.base.words import nearest
-from jdp.cli.help import ALL_KEYS, wrapped
-from jdp.cli.options import UsageError
+from jdp.cli.options import ALL_KEYS, UsageError, wrapped
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

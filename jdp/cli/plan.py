@@ -18,7 +18,6 @@ from jdp.cli.options import (
     UsageError,
     check_writable,
     choose_target_platform,
-    counts,
     parse_with_overrides,
     stdout_to_stderr,
     words,
@@ -113,7 +112,7 @@ def _compiled(
     from jdp.foresight.foresee import make_plan_report
     from jdp.foresight.targets.resolve import target_of
 
-    accumulate = counts(options.accumulate, "--accumulate") or [experiment.train.accumulate]
+    accumulate = _counts(options) or [experiment.train.accumulate]
     hosts = None if options.host_memory is None else round(options.host_memory * 2**30)
     resolved = [target_of(name) for name in targets]
     candidates = [
@@ -129,6 +128,15 @@ def _compiled(
     model = f"{experiment.model.name or experiment.model.make}, {experiment.precision}"
     described = [f"{model}, batches of {described_batch(tried[0].batch)}" for tried in candidates]
     return experiment.name, reports, described
+
+
+def _counts(options: Options) -> list[int]:
+    """Return the numbers of --accumulate; none if it is not given."""
+    listed = [] if options.accumulate is None else words(options.accumulate, "--accumulate")
+    if not all(re.fullmatch(r"[1-9]\d{0,8}", word) for word in listed):
+        rule = "--accumulate takes positive whole numbers below 10^9 with commas between"
+        raise UsageError(f"{rule}; given {brief(options.accumulate)}: write 1,4")
+    return [int(word) for word in listed]
 
 
 def _show(reports: "Sequence[PlanReport]", name: str, described: str, stem: str) -> None:
@@ -169,7 +177,7 @@ def _closed_form(options: Options, overrides: dict[str, str]) -> int:
     rule = "--table needs no experiment and compiles nothing; given {} too: remove it"
     check_only(options, overrides, ("table", "strategy", "accumulate", "json"), rule)
     parameters, devices = _size(options.table or "")
-    names, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate") or [1]
+    names, accumulate = words(options.strategy, "--strategy"), _counts(options) or [1]
     if len(accumulate) > 1:
         raise UsageError(f"--table takes one --accumulate; given {options.accumulate}: --accumulate {accumulate[0]}")
     from jdp.cli.terminal import show_table

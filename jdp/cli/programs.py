@@ -71,18 +71,18 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> tuple[Pa
         from jdp.cli.terminal import Progress
         from jdp.core.step import Step
         from jdp.foresight.any_step.forecast import forecast
-        from jdp.foresight.targets.relocate import answered_for, cudnn_of
+        from jdp.foresight.targets.relocate import answered_for
         from jdp.foresight.targets.resolve import target
 
         devices = None if target_name is None else target(target_name)  # first: reports a mistake at once
         function, root = load(str(file))
-        described = (None, None) if devices is None else (devices.devices[0], cudnn_of(devices))
         name = str(file).rpartition(":")[2]
         given: dict[str, Any] = {}
         if _takes_devices(function, name):
             given["devices"] = list(jax.devices() if devices is None else devices.devices)
         failed = users_errors(f"{file} could not be called", _DESCRIBED if given else "")
-        with answered_for(*described), failed:  # a function that makes a model's shapes may trace its fused attention
+        described = answered_for(None if devices is None else devices.devices[0])
+        with described, failed:  # a function that makes a model's shapes may trace its fused attention
             returned = function(**given)
         step, arguments = _step_of(returned, name)
         step = step.jitted if isinstance(step, Step) else step

@@ -19,8 +19,8 @@ from flax import nnx
 from jdp.base.toml import parse
 from jdp.checkpoint import Checkpoints, restore, restore_params
 from jdp.checkpoint.safetensors import files
-from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
-from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf
+from jdp.checkpoint.safetensors.config import NAME as CONFIG
+from jdp.checkpoint.safetensors.config import gpt_config_from_hf
 from jdp.checkpoint.safetensors.transfer import import_safetensors
 from jdp.core.init.train_state import abstract_state
 from jdp.core.plan import Plan

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jdp.base.cpu_allocator import keep_memory
-from jdp.base.machine import choose_platform, starts_cpus_alone
+from jdp.base.machine import choose_platform, keep_memory, starts_cpus_alone
 from jdp.base.notices import in_few_lines
 from jdp.cli.options import parse_with_overrides, stdout_to_stderr
 from jdp.experiment.file import check_for_devices, load, to_toml
@@ -60,7 +59,7 @@ def run(arguments: list[str]) -> int:
     if options.json:
         import jax
 
-        from jdp.run.outputs.metrics import json_safe
+        from jdp.run.metrics import json_safe
 
         if jax.process_index() == 0:
             print(as_json.dumps(json_safe(summary), allow_nan=False), flush=True)
@@ -71,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     """Validate, choose the platform, join the cluster, check the number of devices, run; return the summary."""
-    from jdp.run.outputs.profiler import profiled_steps
+    from jdp.run.outputs import profiled_steps
 
     experiment = load(options.file, overrides)
     steps = profiled_steps(options.profile, experiment.train.steps)
@@ -80,7 +79,7 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
 
     import jax
 
-    from jdp.core.cluster import handshake
+    from jdp.core.cluster.agreement import check_device_counts, check_experiment
     from jdp.core.cluster.initialize import initialize
     from jdp.core.compiling.persistent_cache import keep_programs
     from jdp.guard.deadline import set_xla_timeout
@@ -89,8 +88,8 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     seconds = 2 * experiment.guard.first_deadline_seconds if experiment.devices is None else 0
     limit = set_xla_timeout(os.environ, seconds)
     initialize()
-    handshake.check_experiment(to_toml(experiment), plugin=folder_of(experiment.plugin))
-    handshake.check_device_counts()
+    check_experiment(to_toml(experiment), plugin=folder_of(experiment.plugin))
+    check_device_counts()
     check_for_devices(experiment, jax.device_count())
     if not options.no_cache:
         keep_programs()

@@ -4,7 +4,7 @@ types.py        `Loss`, and the types in signatures; `state.py` and `precision.p
 batch.py        checks a batch
 plan.py         how every leaf of a state is sharded
 layers.py       `scan_layers`: where zero3 gathers weights layer by layer; `gather_rows.py` for contrastive losses
-step.py         a training step and an evaluation step, from top to bottom; `make_step.py` makes them
+step.py         a training step and an evaluation step, from top to bottom
 value_and_grad.py   the gradient alone, for your own loop
 init/           makes the state, sharded from the start
 sharding/       the mesh, the table of strategies, how one array is sharded

@@ -1,7 +1,4 @@
-"""Check the arguments of a step: rows and devices of the batch, a state that was not donated, equal processes.
-
-NumPy arrays of a batch are copied, because the user's loader may write into them again.
-"""
+"""Check the arguments of a step: rows and devices of the batch, a state that was not donated, equal processes."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -12,6 +9,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jdp.base.errors import UserError
+from jdp.base.formatting import listed
 from jdp.base.toml import cut, described
 from jdp.base.tree_paths import check_keys, path_of
 from jdp.core.cluster.agreement import Fact, agree, key_fact, program_fact
@@ -36,19 +34,15 @@ def batch_rows(batch: Batch) -> int:
     if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
         by_size = {size: path for path, size in reversed(sizes.items())}
         shown = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
-        more = f"; {len(sizes)} arrays in all" if len(sizes) > len(shown) else ""
-        fix = " Give a scalar to each row: np.full(rows, value); make an array of a list: np.asarray." * (() in by_size)
-        if by_size and not fix:
-            counts = sorted(size for (size,) in by_size)
-            divides = counts[0] > 1 and not any(count % counts[0] for count in counts)
-            each = f", {counts[0]} rows of {' + '.join(str(n // counts[0]) for n in counts[::-1])}" if divides else ""
-            fix = (
-                f" Put values that belong together into one row{each}; or stack a part for each device, [parts, ...], "
-                "as for graphs, and use jax.vmap over the parts in the loss (jdp/core/losses.md)."
-            )
+        fix = (
+            "Put values that belong together into one row; or stack a part for each device, [parts, ...], as for "
+            "graphs, and use jax.vmap over the parts in the loss (jdp/core/losses.md)."
+        )
+        if () in by_size:
+            fix = "Give a scalar to each row: np.full(rows, value); make an array of a list: np.asarray."
         raise UserError(
             "All arrays of a batch share their leading dimension, the examples; given "
-            f"{', '.join(shown[:4]) or 'none'}{', …' if len(shown) > 4 else ''}{more}.{fix}"
+            f"{listed(shown, 4) or 'none'}. {fix}"
         )
     return next(iter(sizes.values()))[0]
 
@@ -73,10 +67,7 @@ def owned(leaf: Any) -> Any:
 
 
 def owned_batch(batch: Batch) -> Batch:
-    """Return the batch with copies of its NumPy arrays."""
-    if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
-        return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
-    return batch
+    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 def check_state(state: Any, call: str, batch: Any = None) -> None:
@@ -114,10 +105,9 @@ def check_operands(mesh: Mesh, batch: Any, **trees: Any) -> None:
 
 
 def _listed(devices: Collection[Any]) -> str:
-    """Return "8 cpu devices (0, 1, 2, 3, …)"."""
-    numbers = [str(number) for number in sorted(device.id for device in devices)]
-    kind = f"{next(iter(devices)).platform} device{'s' * (len(numbers) > 1)}"
-    return f"{len(numbers)} {kind} ({', '.join(numbers[:8])}{', …' * (len(numbers) > 8)})"
+    """Return "16 cpu devices (0, 1, 2, 3, 4, 5, 6, 7 and 8 more)"."""
+    numbers = map(str, sorted(device.id for device in devices))
+    return f"{len(devices)} {next(iter(devices)).platform} devices ({listed(numbers, 8)})"
 
 
 def check_alive(state: Any) -> None:
@@ -201,7 +191,6 @@ def _is_ours(leaf: Any) -> bool:
 def agree_on_program(
     caller: str, lowered: jax.stages.Lowered, plan: Plan, compiler_options: Mapping[str, CompilerValue]
 ) -> None:
-    """Check that all processes lowered the same program with the same options; raise as `agree` does."""
     options = "\n".join(f"{name} = {value!r}" for name, value in sorted(compiler_options.items()))
     fix = "Give every process the same `compiler`, and the same version of jax."
     agree(caller, [program_fact(lowered), Fact("The compiler's options", options, fix)], plan.mesh)

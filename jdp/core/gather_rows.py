@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jdp.base.context import set_while
-from jdp.base.errors import UserError
-from jdp.base.public import public
+from jdp.base.errors import UserError, public
 from jdp.base.toml import described
-from jdp.core.sharding.traced_mesh import manual_batch_axes
+from jdp.core.sharding.mesh import manual_batch_axes, set_while
 
 _SEEN: ContextVar[list[bool] | None] = ContextVar("jdp_gathered_rows", default=None)
 

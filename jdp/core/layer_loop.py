@@ -32,8 +32,8 @@ from jax.core import Tracer
 from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.layer_order import LayerDerivative
 from jdp.core.reading.jaxprs import run
+from jdp.core.sharding.mesh import traced_model_axes
 from jdp.core.sharding.placement import Placement
-from jdp.core.sharding.traced_mesh import traced_model_axes
 
 Layer = Callable[..., Any]
 """(weights, others, carry, *outer) -> (carry, outputs)."""
@@ -51,8 +51,6 @@ class _Residuals(NamedTuple):
 
 @dataclass
 class LayerLoop:
-    """A loop over `count` layers, for one call."""
-
     boundary: Boundary
     placements: list[Placement]  # of the stacked weights
     policy: Callable[..., bool]  # as for `jax.checkpoint`: which values are kept for the backward pass
@@ -238,7 +236,6 @@ class LayerLoop:
         return one(order[-1], state, stacks)
 
     def _put(self, stacks: Stacks, name: str, k: Any, layer: Any) -> None:
-        """Add a layer to a stack."""
         if self.is_unrolled:
             stacks[name] = {**stacks.get(name, {}), k: layer}
             return

@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jdp.core.reading.flops import flops_of
-from jdp.core.reading.jaxprs import bind, run
+from jdp.core.reading.jaxprs import bind, flops_of, run
 
 _CALLS = ("jit", "closed_call", "checkpoint", "remat2")
 _SAME_ELEMENTS = ("transpose", "reshape", "squeeze", "copy")

@@ -19,10 +19,8 @@ from typing import Any, Literal, TypeVar
 import jax
 from jax._src.interpreters.batching import BatchTracer  # nothing public says that a function is being vmapped
 
-from jdp.base.context import set_while
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, public
 from jdp.base.notices import notice
-from jdp.base.public import public
 from jdp.base.toml import described
 from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
@@ -30,8 +28,8 @@ from jdp.core.flax_nnx import changes
 from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.layer_loop import LayerLoop
 from jdp.core.rematerialisation import EXCEPT_MLP, Remat, check_marks, remat_policy
+from jdp.core.sharding.mesh import set_while, traced_device, traced_model_axes
 from jdp.core.sharding.placement import Placement
-from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes
 from jdp.core.types import PyTree
 
 Block = Callable[[Any, Any], Any]
@@ -57,7 +55,6 @@ _CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=Non
 
 
 def gathering(gathers: GatherTable) -> AbstractContextManager[GatherTable]:
-    """Have `scan_layers` gather by this table while the context lasts."""
     return set_while(_CURRENT, gathers)
 
 
@@ -125,12 +122,12 @@ def looped(
     in_loop = gathers is not None and gathers.boundary.in_loops and not is_batched
     body = _Body(block, changes.flatten(stacked), gathers, remat, leading=1, in_loop=in_loop, is_loop=scan is True)
     if scan == "auto" and traced_device().platform == "gpu":
-        notice(f'scan = "auto": {body.chosen}')
+        how = "compiled one by one, which copies less than a loop" if body.unrolls else "a loop"
+        notice(f'scan = "auto": the {body.layers} layers are {how}')
     return _scanned(body, stacked, x)
 
 
 def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
-    """Run one layer of a list: a plain call, unless its weights are gathered or its activations rematerialised."""
     body = _Body(block, changes.flatten(layer), gathers, remat)
     if not body.is_traced:
         with changes.explaining_trace_errors():
@@ -195,7 +192,7 @@ class _Body:
         self.sends = in_loop and gathers_here
         self.is_rematerialised = remat is not None or (gathers_here and not in_loop)
         self.is_traced = leading > 0 or self.is_rematerialised
-        self.outside = changes.closed_over(block, excluding=layer.variables) if self.is_traced else []
+        self.outside = changes.closed_over(block, excluding=layer.nodes) if self.is_traced else []
         self.record: changes.Record = []  # of the last call, like `changed`
         self.changed: list[int] = []  # indices in `outside`
 
@@ -210,7 +207,7 @@ class _Body:
 
     def run(self, x: Any, arrays: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Return the same, given gathered weights."""
-        arrays = list(arrays)
+        arrays = [*arrays]
         for i, leaf in self.fixed.items():
             arrays.insert(i, leaf)
         layer = self.layer.unflatten(arrays)
@@ -239,7 +236,6 @@ class _Body:
 
     @property
     def first(self) -> list[Any]:
-        """The operands of one layer."""
         return jax.tree.map(lambda leaf: leaf[0], self.operands) if self.leading else self.operands
 
     def check_marks(self, x: Any) -> None:
@@ -266,17 +262,7 @@ class _Body:
         return jax.tree.leaves(self.operands)[0].shape[0]
 
     @property
-    def chosen(self) -> str:
-        """How stacked layers are compiled on GPUs, and why."""
-        if self.unrolls:
-            return f"the {self.layers} layers are compiled one by one, which copies less than a loop"
-        most = _MOST_UNROLLED["gpu"]
-        why = "with a model axis it hides more" if self.layers <= most else f"at most {most} are compiled one by one"
-        return f"the {self.layers} layers are a loop: {why}"
-
-    @property
     def checkpointed(self) -> Callable[..., Any]:
-        """The call, rematerialised if that was asked for or weights are gathered."""
         if not self.is_rematerialised:
             return self
         # inside a loop nothing can be merged across iterations: no barriers needed

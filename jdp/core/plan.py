@@ -1,11 +1,8 @@
 """The plan: a mesh and a strategy, which determine the sharding of every leaf of a train state.
 
-`Plan.placements` walks the state once:
-1. parameters get their compute spec (from `rules`, else from the model's own metadata) and their rest spec
-   (`placement.rest_spec`);
-2. a leaf of the optimizer state that mirrors a parameter, or is derived from one, is sharded like that parameter
-   (`optimizer_state.specs_for_leaf`); any other leaf is placed by its own shape;
-3. everything else (step, rng, model state) is replicated.
+Parameters get their compute spec from `rules`, else from the model's own metadata, and their rest spec
+(`placement.rest_spec`). A leaf of the optimizer state that mirrors a parameter, or is derived from one, is sharded like
+it (`optimizer_state.specs_for_leaf`), another one by its own shape. Everything else is replicated.
 """
 
 from __future__ import annotations
@@ -17,30 +14,29 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, public
 from jdp.base.formatting import html_table, listed
 from jdp.base.notices import notice
-from jdp.base.public import public
 from jdp.base.toml import described
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.words import Offload, StrategyName, is_integer
 from jdp.core.sharding.axes import DATA, REPLICA, factors
 from jdp.core.sharding.host_memory import PINNED, check_offload
 from jdp.core.sharding.leaf_table import Placements
-from jdp.core.sharding.mesh import check_mesh
-from jdp.core.sharding.optimizer_state import specs_for_leaf
+from jdp.core.sharding.mesh import batch_axes, check_mesh
 from jdp.core.sharding.placement import (
     Placement,
     axes_of,
     bytes_per_device,
+    check_fits,
+    checked_rules,
     data_last,
     keep_axes,
     rest_spec,
     shards,
+    specs_for_leaf,
 )
-from jdp.core.sharding.rules import check_fits, checked_rules
 from jdp.core.sharding.strategy import STRATEGIES, Strategy, strategy
-from jdp.core.sharding.traced_mesh import batch_axes
 from jdp.core.state import Static, TrainState
 from jdp.core.types import PyTree
 

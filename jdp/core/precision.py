@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp.base.errors import UserError
-from jdp.base.public import public
+from jdp.base.errors import UserError, public
 from jdp.base.tree_paths import path_of
 from jdp.base.words import DtypeName, PrecisionName
 from jdp.core.types import PyTree
@@ -77,11 +76,10 @@ class Precision:
         """
         for path, leaf in jax.tree.leaves_with_path(params):
             if leaf.dtype != DTYPES[self.params]:
-                fix = "or pass precision=jdp.Precision(params=..., compute=..., reduce=...)"
-                if leaf.dtype == jnp.float64:  # the default dtype if 64 bits are enabled
-                    fix = "or unset JAX_ENABLE_X64 (in jax.config: jax_enable_x64)"
-                given = f"Precision.params is {self.params}, but {path_of(path)} is {leaf.dtype}"
-                raise UserError(f"{given}. Initialise it in {self.params}, {fix}.")
+                raise UserError(
+                    f"Precision.params is {self.params}, but {path_of(path)} is {leaf.dtype}. Initialise it in "
+                    f"{self.params}, or pass precision=jdp.Precision(params=..., compute=..., reduce=...)."
+                )
 
     def working_shapes(self, params: PyTree) -> PyTree:
         """Return the working copy as `jax.ShapeDtypeStruct`: floating-point leaves in `compute`, others unchanged.
@@ -98,15 +96,12 @@ class Precision:
 
     @property
     def params_dtype(self) -> jnp.dtype:
-        """`params` as a dtype."""
         return jnp.dtype(DTYPES[self.params])
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """`compute` as a dtype."""
         return jnp.dtype(DTYPES[self.compute])
 
     @property
     def reduce_dtype(self) -> jnp.dtype:
-        """`reduce` as a dtype."""
         return jnp.dtype(DTYPES[self.reduce])

@@ -82,7 +82,6 @@ def _is_marked(prim: Any, params: Mapping[str, Any], *names: str) -> bool:
 
 
 def check_marks(program: Any) -> None:
-    """Refuse a traced block without a mark, because the policy would keep nothing."""
     if not any(_is_marked(eqn.primitive, eqn.params, ATTENTION) for eqn in every_eqn(program.jaxpr)):
         raise UserError(
             f'remat = "{EXCEPT_MLP}" keeps values that the block marks by jax.ad_checkpoint.checkpoint_name(x, '

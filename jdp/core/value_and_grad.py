@@ -1,8 +1,7 @@
 """The gradient of a loss by a plan, for a training loop of the user's own: `jdp.value_and_grad`.
 
-Such loops have several models and optimizers, a frozen teacher, or gradients that change before the update. Each call
-joins its models into one tree of parameters, and freezes the models that are not differentiated. Everything else is as
-in a step (`PartitionedLoss`).
+Each call joins its models into one tree of parameters, and freezes the models that are not differentiated. Everything
+else is as in a step (`PartitionedLoss`).
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, public
 from jdp.base.notices import notice
-from jdp.base.public import public
 from jdp.base.toml import described
 from jdp.base.tree_paths import path_in_model
-from jdp.base.words import Encoding, Partitioning, PrecisionName
+from jdp.base.words import Encoding, Partitioning, PrecisionName, is_integer
 from jdp.core import flax_nnx
 from jdp.core.batch import check_operands, owned_batch, signature
 from jdp.core.gradients.loss_call import LossWithAux, check_loss_takes
@@ -30,11 +28,10 @@ from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_onl
 from jdp.core.init.trees import check_tree, refuse_offload, resolve, typed_key
 from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import followed
-from jdp.core.sharding.traced_mesh import tracing_on
+from jdp.core.sharding.mesh import followed, tracing_on
 from jdp.core.state import AnyState, Models, Static, TrainState, trained_part
-from jdp.core.step_settings import StepSettings, checked_numbers
-from jdp.core.types import Batch, LossFn, PyTree
+from jdp.core.step_settings import StepSettings
+from jdp.core.types import Batch, PyTree
 
 Arguments = TypeVarTuple("Arguments")
 
@@ -103,14 +100,28 @@ def value_and_grad(
     """
     check_plan(plan, "jdp.value_and_grad(loss_fn, plan)", loss_fn)
     refuse_offload(plan)
-    numbers = checked_numbers(argnums, wrt)
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
+        rule = "argnums is the number of a model, from 0, or several different numbers"
+        raise UserError(f"{rule}; given {argnums!r}. Write 0, or (0, 1).")
+    if wrt is not None and len(numbers) > 1:
+        fix = "Make a gradient for each model, or pass frozen parameters as another model"
+        raise UserError(f"wrt selects parameters of one model; given argnums={numbers}. {fix}.")
     if flax_nnx.is_module(loss_fn) or not callable(loss_fn):
         check_loss_takes(loss_fn, 3)
-    mixed = Precision.of(precision)
     settings = StepSettings(
-        precision=mixed, requested=partitioning, accumulate=accumulate, wire=wire, check_loss=check_loss
+        precision=Precision.of(precision),
+        requested=partitioning,
+        accumulate=accumulate,
+        wire=wire,
+        check_loss=check_loss,
     )
-    loss = LossWithAux(_unpacked(loss_fn)) if has_aux else _unpacked(loss_fn)
+
+    @wraps(loss_fn, assigned=(), updated=())
+    def loss_of_models(models: Any, batch: Batch, rng: Any) -> Any:
+        return cast("Any", loss_fn)(*models, batch, rng)
+
+    loss = LossWithAux(loss_of_models) if has_aux else loss_of_models
     return ValueAndGrad(
         PartitionedLoss(loss, plan, settings, "gradient", _models_placements),
         numbers if isinstance(argnums, Sequence) else int(argnums),
@@ -118,33 +129,18 @@ def value_and_grad(
     )
 
 
-def _unpacked(loss_fn: Any) -> LossFn:
-    """Return the loss as a function of (models, batch, rng)."""
-
-    @wraps(loss_fn, assigned=(), updated=())
-    def loss_of_models(models: Any, batch: Batch, rng: Any) -> Any:
-        return loss_fn(*models, batch, rng)
-
-    return loss_of_models
-
-
 def _check_call(gradient: ValueAndGrad[Any], *arguments: Any) -> None:
     """Explain a call that failed, if its arguments are the cause: other errors would name jdp's internals."""
+    rule, fix = "A gradient takes models, a batch and a key", "Call it as gradient(model, batch, rng)"
     argnums, loss_fn = gradient.argnums, gradient.loss.loss_fn
     if len(arguments) < 3 + (argnums if isinstance(argnums, int) else max(argnums)):
-        raise UserError(
-            f"A gradient takes models, a batch and a key; given {len(arguments)} arguments, with {argnums=}. Call it "
-            "as gradient(model, batch, rng)."
-        )
+        raise UserError(f"{rule}; given {len(arguments)} arguments, with {argnums=}. {fix}.")
     check_loss_takes(loss_fn.fn if isinstance(loss_fn, LossWithAux) else loss_fn, len(arguments))
     *models, batch, rng = arguments
     wrong = [model for model in models if isinstance(model, TrainState) or flax_nnx.is_optimizer(model)]
     if wrong or flax_nnx.is_module(batch):
         given = f"{described(wrong[0])} as a model" if wrong else f"{described(batch)} as the batch"
-        raise UserError(
-            f"A gradient takes models, a batch and a key, in this order; given {given}. Write gradient(model, batch, "
-            "rng)."
-        )
+        raise UserError(f"{rule}, in this order; given {given}. {fix}.")
     typed_key(rng)
     check_operands(gradient.plan.mesh, batch)
 
@@ -180,7 +176,7 @@ class ValueAndGrad(Generic[*Arguments]):
         self.loss, self.argnums, self.wrt = loss, argnums, wrt
         self._numbers = (argnums,) if isinstance(argnums, int) else argnums
         self._on_meshes: dict[Any, ValueAndGrad[*Arguments]] = {}
-        self._checked_forms: set[Any] = set()  # structures, shapes and shardings of models that follow the plan
+        self._checked_forms: set[Any] = set()  # of models that follow the plan
 
     def __repr__(self) -> str:
         return f"ValueAndGrad({self.loss.loss_fn!r}, {self.plan!r}, {self.settings!r}, argnums={self.argnums!r})"
@@ -296,7 +292,6 @@ class ValueAndGrad(Generic[*Arguments]):
         return gradients_of(self.argnums) if isinstance(self.argnums, int) else tuple(map(gradients_of, self.argnums))
 
     def _check_models(self, state: Models) -> None:
-        """Check that real models hold their arrays, in the plan's shardings."""
         leaves, tree = jax.tree.flatten(state.params)
         form = tree, tuple([(leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves])
         is_deleted = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
@@ -318,18 +313,15 @@ class ValueAndGrad(Generic[*Arguments]):
         self._checked_forms.add(form)
 
     def _check_traced(self, state: Models) -> None:
-        """Refuse a call inside of `shard_map`, and report models that a jitted function closes over."""
         if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.mesh.axis_names}:
             raise UserError(
                 "A gradient takes global arrays and shards them itself; given a call inside a shard_map over "
                 f"{', '.join(sorted(manual))}. Call it outside."
             )
-        for number, params in enumerate(state.params):
-            leaves = jax.tree.leaves(params)
+        for leaves in map(jax.tree.leaves, state.params):
             if leaves and not any(isinstance(leaf, Tracer) for leaf in leaves):
-                takes = "differentiates" if number in self._numbers else "reads"
                 notice(
-                    f"a gradient inside a jitted function {takes} a model that this function closes over: the weights "
+                    "a gradient inside a jitted function takes a model that this function closes over: the weights "
                     "are constants of the compiled program, and updates do not reach it. Pass the model as an argument"
                 )
 

@@ -2,17 +2,17 @@
 
 They are the same on any number of processes.
 
-A source is found and read:
-  sources/       files of text, arrays, and data sets for `datasets`
-It becomes a data set, by its kind:
+A source becomes a data set, by its kind:
+  sources.py     files, and rows that `datasets` reads
   text/          documents -> tokens, or rows of ids with weights -> samples of fixed length, cut anywhere or packed
-  images/        pictures with classes, decoded when a sample is read; cropped and flipped differently in every epoch
+  pictures.py    pictures with classes, decoded when a sample is read
+  images.py      pictures as samples, cropped and flipped differently in every epoch
   arrays.py      rows of NumPy arrays; the numbers of the classes of arrays and images
   held_out.py    training or held out, by a hash of a sample's content
   mixtures.py    several data sets mixed by weight
 Its samples become batches:
-  order.py       the sample at each position of an endless, reshuffled run: a pure function
-  batches.py     global batches; each process reads its own rows of them ahead, in threads
+  batches.py     the sample at each position of an endless, reshuffled run: a pure function; global batches, of which
+                 each process reads its own rows ahead, in threads
   feed.py        puts the rows on devices, as global arrays
 
 `global_batches` takes anything with a length and random access (a `grain.MapDataset` too). A data set is two such
@@ -21,11 +21,18 @@ sources, `train` and `heldout`, and a `fingerprint`; a new kind of data needs on
 """
 
 from jdp.data.arrays import ArrayData, array_data
-from jdp.data.batches import EpochSource, NumpyBatch, OrderedSource, Source, batch_count, global_batches, sample_at
-from jdp.data.images.augment import AugmentedImages, augmented
-from jdp.data.images.samples import ImageData, image_data
+from jdp.data.batches import (
+    EpochSource,
+    NumpyBatch,
+    OrderedSource,
+    Source,
+    batch_count,
+    global_batches,
+    sample_at,
+    sample_index,
+)
+from jdp.data.images import AugmentedImages, ImageData, augmented, image_data
 from jdp.data.mixtures import Mixture, mixture
-from jdp.data.order import sample_index
 from jdp.data.text.samples import TextData, TextSamples, text_data
 from jdp.data.text.tokenizers import VOCAB_SIZE, open_tokenizer
 

@@ -1,23 +1,35 @@
-"""Arrays as samples: row i of every array is sample i, by random access, without a copy, in a device's dtype."""
+"""Arrays as samples: row i of every array is sample i, by random access, without a copy, in a device's dtype.
 
-from collections.abc import Sequence
+An .npz is read, as its format requires; an .npy is mapped into memory, and its array has the file's name. Values that
+no model can train on are refused, with the array's name and the sample.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, public
 from jdp.base.notices import notice
-from jdp.base.public import public
+from jdp.base.toml import cut
+from jdp.base.user_path import check_regular, user_path
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import content_score, fingerprint, split_samples
-from jdp.data.sources.array_files import Arrays, ArraySource, read_arrays
+from jdp.data.sources import walk
+
+Arrays = dict[str, NDArray[Any]]
+ArraySource = str | os.PathLike[str] | Mapping[str, ArrayLike]
 
 # The model's inputs identify a sample: equal features stay together, even with different labels.
 NOT_CONTENT = frozenset({"labels", "targets", "weights"})
-MOST_CLASSES = 10_000_000
+_TOKENS = ("tokens", "targets")
+_MOST_CLASSES = 10_000_000
+_CHUNK = 2**24  # bytes to check at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,16 +45,13 @@ class ArraySamples:
     arrays: Arrays  # name -> array [samples, ...]
     rows: NDArray[np.int64]  # int64 [len], the rows of this side
 
-    @cached_property
-    def _dtypes(self) -> dict[str, np.dtype[Any]]:
-        return {key: _sample_dtype(key, array.dtype) for key, array in self.arrays.items()}
-
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int, /) -> NumpyBatch:
         row = self.rows[index]
-        sample = {key: np.asarray(a[row]).astype(self._dtypes[key], copy=False) for key, a in self.arrays.items()}
+        dtypes = {key: _sample_dtype(key, array.dtype) for key, array in self.arrays.items()}
+        sample = {key: np.asarray(self.arrays[key][row]).astype(dtype, copy=False) for key, dtype in dtypes.items()}
         if "tokens" in sample and "targets" not in sample:
             tokens = sample["tokens"]
             sample |= {"tokens": tokens[:-1], "targets": tokens[1:]}
@@ -98,9 +107,6 @@ class ArrayData:
         )
 
 
-_TOKENS = ("tokens", "targets")
-
-
 @public()
 def array_data(
     source: ArraySource,
@@ -110,6 +116,7 @@ def array_data(
     features: str | None = None,
     labels: str | None = None,
     length: int | None = None,
+    vocab_size: int | None = None,
 ) -> ArrayData:
     """Make samples from NumPy arrays with the same leading dimension.
 
@@ -123,14 +130,15 @@ def array_data(
         labels: the array to use as "labels", int32: integers from 0, or names [samples].
         length: targets in a sample, for "tokens" [tokens] as the only array, cut without a copy. Neighbouring samples
             share one token. Tokens at the end that do not fill a sample are left out, and this is reported.
+        vocab_size: the model's: "tokens" and "targets" are below it.
 
     Returns:
         The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
         ValueError: a source that cannot be read, or has values that no model can train on. Labels that are not classes.
-            A name without an array. Tokens that are not integers from 0 of shape [samples, length + 1]. A held-out set
-            with other names or shapes.
+            A name without an array. Tokens that are not integers in [0, vocab_size), of shape [samples, length + 1].
+            A held-out set with other names or shapes.
 
     >>> import numpy as np
     >>> data = array_data({"x": np.eye(20), "y": np.arange(20) % 2}, features="x", labels="y", heldout_fraction=0.2)
@@ -139,13 +147,13 @@ def array_data(
     """
     names = {"features": features, "labels": labels}
     arrays, name = _named(source, names, length)
-    arrays, classes = _numbered(arrays, name, None)
+    arrays, classes = _numbered(arrays, name, None, vocab_size)
     scores = _scores(arrays)
     given: Arrays = {}
     if heldout is None:
         train, held = (ArraySamples(arrays, rows) for rows in split_samples(scores, heldout_fraction, name))
     else:
-        given, _ = _numbered(*_named(heldout, names, length), classes)
+        given, _ = _numbered(*_named(heldout, names, length), classes, vocab_size)
         wanted, shapes = ({key: list(array.shape[1:]) for key, array in side.items()} for side in (arrays, given))
         if wanted != shapes:
             rule = f"held-out arrays must have the names and shapes of the training arrays, {wanted} in {name}"
@@ -158,28 +166,76 @@ def array_data(
     return ArrayData(name, train, held, classes, mark, by_content=heldout is None)
 
 
-def check_tokens(data: ArrayData, vocab_size: int) -> None:
-    """Raise ValueError, with array, sample and token, for a token that is not below `vocab_size`."""
-    if data.vocab_size <= vocab_size:
+def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
+    """Return the arrays of a source, checked, and its name for errors."""
+    if isinstance(source, Mapping):
+        arrays, name = {str(key): np.asarray(value) for key, value in source.items()}, "the arrays given"
+    else:
+        arrays, name = _read_path(user_path(source)), str(source)
+    counts = {len(array) if array.size and array.ndim else 0 for array in arrays.values()}
+    if len(counts) != 1 or 0 in counts:
+        shown = ", ".join(f"{key} {list(array.shape)}" for key, array in arrays.items()) or "none"
+        raise UserError(
+            f"data must have arrays of the same number of samples, their leading dimension; given {shown} in {name}: "
+            "fix them, or leave out single numbers"
+        )
+    for key, array in arrays.items():
+        _check_values(key, array, name)
+    return arrays, name
+
+
+def _read_path(path: Path) -> Arrays:
+    if path.is_dir():
+        every = [Path(folder, name) for folder, name in walk(path) if not name.startswith(".")]
+        files = sorted(file for file in every if file.suffix == ".npy" and file.parent == path)
+        if others := len(every) - len(files):
+            notice(f"{path}: reading {len(files)} .npy files, ignoring {others} others")
+        return {file.stem: load_arrays(file)[file.stem] for file in files}
+    if path.suffix not in (".npy", ".npz") or not path.is_file():
+        rule = "arrays must be in an .npz or .npy file that exists, or in a directory of .npy files"
+        raise UserError(f"{rule}; given {path}, looked for at {path.absolute()}: fix the path, or convert the file")
+    return load_arrays(path)
+
+
+def load_arrays(path: Path) -> Arrays:
+    """Return all arrays of an .npz, read; or the array of an .npy, mapped, under the file's name.
+
+    Objects are refused, as unpickling them would run code.
+    """
+    try:
+        check_regular(path)
+        if path.suffix == ".npy":  # a plain array of the mapping avoids np.memmap's cost at each access
+            return {path.stem: np.asarray(np.load(path, mmap_mode="r"))}
+        with path.open("rb") as file, np.load(file) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except Exception as error:  # zipfile, its decompressors and NumPy raise a dozen kinds for a damaged file
+        words = cut(str(error) or type(error).__name__, 300)
+        raise UserError(f"arrays must be readable; given {path}: {words}; write the file again, as numbers") from error
+
+
+def _check_values(key: str, array: NDArray[Any], name: str) -> None:
+    if array.dtype.kind not in "biuf" and not (key == "labels" and array.dtype.kind == "U"):
+        given = f"{key} of dtype {array.dtype} in {name}"
+        raise UserError(f"arrays must hold numbers; given {given}: convert it to numbers, or leave it out")
+    if array.dtype.kind == "U" or np.can_cast(array.dtype, np.int32):
         return
-    for side in (data.train, data.heldout):
-        for key in _TOKENS:
-            if key in side.arrays and (wrong := side.arrays[key] >= vocab_size).any():
-                row, column = (int(i) for i in np.argwhere(wrong)[0])
-                raise UserError(
-                    f"a token must be below the model's vocab_size, {vocab_size}; given "
-                    f"{side.arrays[key][row, column]} in {key} of sample {row} of {data.name}: raise vocab_size "
-                    f"to {data.vocab_size}, or fix the data"
-                )
+    limits = np.finfo(np.float32) if array.dtype.kind == "f" else np.iinfo(np.int32)
+    step = max(1, _CHUNK // (array.nbytes // len(array)))
+    for start in range(0, len(array), step):
+        values = array[start : start + step]
+        wrong = ~((values >= limits.min) & (values <= limits.max))  # true for NaN
+        if wrong.any():
+            row, *place = np.argwhere(wrong)[0]
+            given = f"{values[row][tuple(place)]} in {key} of sample {start + int(row)} of {name}"
+            raise UserError(f"values must be finite and must fit in 32 bits, as on devices; given {given}: fix them")
 
 
 def _named(source: ArraySource, names: dict[str, str | None], length: int | None) -> tuple[Arrays, str]:
     arrays, name = read_arrays(source)
     for new, old in names.items():
         if old is not None and (old not in arrays or (old != new and new in arrays)):
-            problem = f'no array "{old}"' if old not in arrays else f'"{new}" too'
-            given = f"{problem} in {name}, which has {', '.join(arrays)}"
-            raise UserError(f'{new} = "{old}" must name one of the arrays; given {given}: use one of these')
+            given = f"{', '.join(arrays)} in {name}"
+            raise UserError(f'{new} = "{old}" must name an array, and no other be "{new}"; given {given}: fix the name')
         arrays = {new if key == old else key: array for key, array in arrays.items()}
     if length is not None and list(arrays) == ["tokens"] and arrays["tokens"].ndim == 1:
         arrays = {"tokens": _cut(arrays["tokens"], length, name)}
@@ -196,18 +252,20 @@ def _cut(tokens: NDArray[Any], length: int, name: str) -> NDArray[Any]:
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
 
 
-def _numbered(arrays: Arrays, name: str, classes: tuple[str, ...] | None) -> tuple[Arrays, tuple[str, ...]]:
+def _numbered(
+    arrays: Arrays, name: str, classes: tuple[str, ...] | None, vocab_size: int | None
+) -> tuple[Arrays, tuple[str, ...]]:
     """Return the arrays with labels as numbers, and the classes; tokens are checked."""
     for key in _TOKENS:
         if key in arrays and "tokens" in arrays:
-            _check_tokens(key, arrays, name)
+            _check_tokens(key, arrays, name, vocab_size or 2**31)
     if "labels" not in arrays:
         return arrays, ()
     labels = labels_of(arrays["labels"], name, names=classes)
     return {**arrays, "labels": labels.numbers}, labels.classes
 
 
-def _check_tokens(key: str, arrays: Arrays, name: str) -> None:
+def _check_tokens(key: str, arrays: Arrays, name: str, vocab_size: int) -> None:
     tokens = arrays[key]
     shape = "[samples, length]" if "targets" in arrays else "[samples, length + 1]"
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or ("targets" not in arrays and tokens.shape[1] < 2):
@@ -217,11 +275,11 @@ def _check_tokens(key: str, arrays: Arrays, name: str) -> None:
         )
     if "targets" not in arrays and "segments" in arrays:
         raise UserError(f"packed tokens, with segments, require targets; given none in {name}: add them")
-    if tokens.min() < 0:
-        row, column = (int(i) for i in np.argwhere(tokens < 0)[0])
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        row, column = np.argwhere((tokens < 0) | (tokens >= vocab_size))[0].tolist()
         raise UserError(
-            f"tokens must count from 0; given {tokens[row, column]} in {key} of sample {row} of {name}: fix it; to "
-            "ignore tokens, set their weights to 0"
+            f"tokens must be from 0 to {vocab_size - 1}, below vocab_size; given {tokens[row, column]} in {key} of "
+            f"sample {row} of {name}: fix it, or raise vocab_size; to ignore tokens, set their weights to 0"
         )
 
 
@@ -237,19 +295,14 @@ def _scores(arrays: Arrays) -> NDArray[np.float64]:
 def _sample_dtype(key: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     if key in ("features", "images", "weights"):
         return np.dtype(np.float32)
-    if key in ("labels", *_TOKENS, "segments") and dtype.kind in "iu":
-        return np.dtype(np.int32)
-    if dtype.kind in "iu" and not np.can_cast(dtype, np.int32):
+    if dtype.kind in "iu" and (key in ("labels", *_TOKENS, "segments") or not np.can_cast(dtype, np.int32)):
         return np.dtype(np.int32)  # reading checked that the values fit
     return np.dtype(np.float32) if dtype.kind == "f" and dtype.itemsize > 4 else dtype.newbyteorder("=")
 
 
-# Classes and their numbers: names in sorted order, so that every machine and run has the same numbers.
-
-
 @dataclass(frozen=True, eq=False)
 class Labels:
-    classes: tuple[str, ...]  # names; a class' number is its index
+    classes: tuple[str, ...]  # names; a class' number is its index, the same on every machine
     numbers: NDArray[np.int32]  # int32 [samples], each in [0, len(classes))
 
 
@@ -260,39 +313,25 @@ def labels_of(values: Sequence[Any] | NDArray[Any], source: str, *, names: Seque
     numbers, 0 to the largest. `source` is for errors.
     """
     array = np.asarray(values)
-    if array.ndim != 1 or array.dtype.kind not in "iubUO":
+    if array.ndim != 1 or array.dtype.kind not in "iubU":
         raise UserError(
             f"labels must be one class a sample, a name or a whole number; given {array.dtype} {list(array.shape)} in "
             f'{source}: use class numbers (and name numbers to predict other than "labels")'
         )
-    if array.dtype.kind in "UO":
-        return _named_labels(array, source, names)
-    limit = MOST_CLASSES if names is None else len(names)
-    if (bad := _first((array < 0) | (array >= limit))) is not None:
-        raise UserError(
-            f"a class number must count from 0 and be below the number of classes, {limit:,}; given {array[bad]} for "
-            f"sample {bad} of {source}: number the classes without gaps, and remove samples without a label"
-        )
-    classes = map(str, range(int(array.max(initial=0)) + 1)) if names is None else names
-    return Labels(tuple(classes), array.astype(np.int32))
-
-
-def _named_labels(array: NDArray[Any], source: str, names: Sequence[str] | None) -> Labels:
-    if (bad := _first(np.array([not isinstance(value, str) for value in array], bool))) is not None:
-        raise UserError(
-            f"labels must all be names, or all whole numbers; given {array[bad]!r} for sample {bad} of {source}: fix "
-            "it, or remove that sample"
-        )
-    classes = tuple(sorted({str(value) for value in array})) if names is None else tuple(names)
-    number_of = {name: number for number, name in enumerate(classes)}
-    numbers = np.array([number_of.get(str(value), -1) for value in array], np.int32)
-    if (bad := _first(numbers < 0)) is not None:
-        raise UserError(
-            f"a label must be one of the {len(classes)} classes ({', '.join(classes[:10])}{', …' * (len(classes) > 10)}"
-            f"); given {str(array[bad])!r} for sample {bad} of {source}: fix it, or remove that sample"
-        )
-    return Labels(classes, numbers)
-
-
-def _first(wrong: NDArray[np.bool_]) -> int | None:
-    return int(np.argmax(wrong)) if wrong.any() else None
+    if array.dtype.kind == "U":
+        classes = tuple(sorted(set(array.tolist())) if names is None else names)
+        number_of = {name: number for number, name in enumerate(classes)}
+        numbers, most = np.array([number_of.get(name, -1) for name in array.tolist()]), len(classes)
+        rule = f"one of the {most} classes ({', '.join(classes[:10])}{', …' * (most > 10)})"
+    else:
+        numbers, most = array, _MOST_CLASSES if names is None else len(names)
+        classes = None if names is None else tuple(names)
+        rule = f"a number from 0, below the number of classes, {most:,}"
+    wrong = (numbers < 0) | (numbers >= most)
+    if wrong.any():
+        sample = int(np.argmax(wrong))
+        given = f"{array[sample].item()!r} for sample {sample} of {source}"
+        raise UserError(f"a label must be {rule}; given {given}: fix it, or remove that sample")
+    if classes is None:
+        classes = tuple(map(str, range(int(numbers.max(initial=0)) + 1)))
+    return Labels(classes, numbers.astype(np.int32))

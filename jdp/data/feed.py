@@ -1,8 +1,4 @@
-"""From per-process NumPy batches to global arrays, ahead of the step.
-
-A thread takes batches from the loader, puts each device's rows on it, and queues the global array; at most `prefetch`
-batches are ahead of the loop. `wait_seconds` adds up the loop's waiting time.
-"""
+"""From per-process NumPy batches to global arrays, put on the devices by a thread, ahead of the step."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.base.errors import UserError
-from jdp.base.public import public
+from jdp.base.errors import UserError, public
 from jdp.base.toml import described
 from jdp.base.words import is_integer
 from jdp.core.batch import batch_rows, owned
@@ -201,11 +196,10 @@ def _global_array(local: np.ndarray[Any, Any], plan: Plan, blocks: list[int]) ->
     )
     rows = local.shape[0] // len(blocks)
     shape = (rows * plan.batch_shards, *local.shape[1:])
-    position = {block: i for i, block in enumerate(blocks)}
 
     def block_at(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
         assert index is not None
-        start = position[(index[0].start or 0) // rows] * rows
+        start = blocks.index((index[0].start or 0) // rows) * rows
         return local[start : start + rows]
 
     return jax.make_array_from_callback(shape, plan.batch_sharding, block_at)

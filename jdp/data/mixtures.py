@@ -6,12 +6,13 @@
    each data set, give or take a few.
 2. The number of earlier samples of a data set is a count of lattice points below a line. Euclid's algorithm computes it
    in a few dozen steps (`_floor_sum`, 20 to 50 µs a sample), so a resume costs nothing.
-3. The k-th sample of a data set is the k-th position of its own endless, reshuffled run (jdp.data.order): no sample
+3. The k-th sample of a data set is the k-th position of its own endless, reshuffled run (jdp.data.batches): no sample
    repeats before all of its samples were drawn.
 """
 
 import bisect
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,8 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.base.errors import UserError
-from jdp.base.public import public
+from jdp.base.errors import UserError, public
 from jdp.base.toml import described
 from jdp.data.batches import Source, sample_at
 from jdp.data.held_out import fingerprint
@@ -44,11 +44,10 @@ class DataSet(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MixedSamples:
-    """Sources interleaved by weight. An epoch has as many samples as all sources together.
+    """Sources interleaved by weight. An epoch has as many samples as all sources together; plain indices are the first.
 
     A source repeats within an epoch if its weight exceeds its share of the samples; if its weight is less, some samples
-    wait for the next epoch. With shuffle, `global_batches` reads samples by `sample_at`; plain indices are the first
-    epoch.
+    wait for the next epoch.
     """
 
     sources: tuple[Source, ...]  # the samples, of the same keys, shapes and dtypes
@@ -120,16 +119,10 @@ class Mixture:
     parts: tuple[Any, ...]
     weights: tuple[float, ...]
     seed: int
+    train: MixedSamples
+    heldout: Concatenated
 
-    @functools.cached_property
-    def train(self) -> MixedSamples:
-        return MixedSamples(tuple(part.train for part in self.parts), self.weights, self.seed)
-
-    @functools.cached_property
-    def heldout(self) -> Concatenated:
-        return Concatenated(tuple(part.heldout for part in self.parts))
-
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         described = [(part.fingerprint, weight) for part, weight in zip(self.parts, self.weights, strict=True)]
         return fingerprint(f"{described} {self.seed}")
@@ -176,20 +169,20 @@ def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture
     >>> [int(both.train.sample_at(position, seed=0)["x"]) >= 10 for position in range(8)].count(True)
     2
     """
-    if not parts:
-        raise UserError("a mixture must have at least one data set; given none: pass data sets with weights")
-    if wrong := [weight for _, weight in parts if not isinstance(weight, Real)]:
-        raise UserError(f"a mixture has pairs (data set, weight); given {described(wrong[0])} as a weight: swap them")
-    weights = tuple(float(weight) for _, weight in parts)
-    if not all(0 < weight < float("inf") for weight in weights) or min(weights) / sum(weights) < 2**-31:
-        given = ", ".join(map(str, weights))
-        raise UserError(f"weights must be positive numbers of similar size; given {given}: leave out weights near 0")
+    data = tuple(part for part, _ in parts)
+    weights: tuple[Any, ...] = tuple(weight for _, weight in parts)
+    are_numbers = all(isinstance(weight, Real) and 0 < float(weight) < math.inf for weight in weights)
+    if not parts or not are_numbers or min(weights) / sum(weights) < 2**-31:
+        given = ", ".join(map(described, weights)) or "none"
+        rule = "a mixture must have pairs (data set, weight), with positive weights of similar size"
+        raise UserError(f"{rule}; given {given}: fix the weights")
     if seed < 0:
         raise UserError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
-    data = tuple(part for part, _ in parts)
     for other in data[1:]:
         _check_alike(data[0], other)
-    return Mixture(data, weights, seed)
+    weights = tuple(map(float, weights))
+    train = MixedSamples(tuple(part.train for part in data), weights, seed)
+    return Mixture(data, weights, seed, train, Concatenated(tuple(part.heldout for part in data)))
 
 
 def _check_alike(first: DataSet, other: DataSet) -> None:
@@ -205,9 +198,7 @@ def _check_alike(first: DataSet, other: DataSet) -> None:
     tokenizers = [getattr(getattr(data, "tokenizer", None), "identity", None) for data in (first, other)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
         given = f"different ones for {first} and {other}"
-        raise UserError(
-            f"the data sets of a mixture must share a tokenizer; given {given}: open both with the same tokenizer"
-        )
+        raise UserError(f"the data sets of a mixture must share a tokenizer; given {given}: open both with the same")
 
 
 @functools.lru_cache(maxsize=256)

@@ -24,12 +24,11 @@ from jdp.base.toml import cut
 from jdp.base.tree_paths import matches, path_of
 from jdp.core.flax_nnx import built, split
 from jdp.core.init.train_state import abstract_state, init_state
-from jdp.core.make_step import make_train_step
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import TrainState
-from jdp.core.step import Step
+from jdp.core.step import Step, make_train_step
 from jdp.core.types import Batch, Device
 from jdp.core.update.ema import ema_params
 from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
@@ -43,8 +42,8 @@ from jdp.foresight.timing.model_flops import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
 from jdp.models import GPTConfig, ModelConfig, ViTConfig
+from jdp.models.configs import parameter_lower_bound
 from jdp.models.construction import build, parameter_shapes
-from jdp.models.sizes import parameter_lower_bound
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from jdp.data import NumpyBatch, Source, mixture, text_data
-from jdp.data.arrays import ArrayData, array_data, check_tokens
+from jdp.data.arrays import ArrayData, array_data
 from jdp.data.held_out import fingerprint
-from jdp.data.images.augment import augmented
-from jdp.data.images.samples import ImageData, image_data
+from jdp.data.images import ImageData, augmented, image_data
 from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.made_data import made_data
@@ -142,7 +141,7 @@ def _opened(experiment: Experiment, source: Any, field: str | None = None, *, al
         )
     path, sides = words[0], dict[str, Any](heldout_fraction=given.heldout_fraction)
     if kind == "text":
-        return array_data(path, length=given.length, **sides)
+        return array_data(path, length=given.length, vocab_size=experiment.model.config.vocab_size, **sides)
     sides["heldout"] = None if alone else given.heldout
     has_images = False  # to normalise and flatten, rather than features; a damaged file's reader reports its problem
     if kind == "features" and is_arrays and field is None:
@@ -162,8 +161,7 @@ def _fitting(experiment: Experiment, key: str, data: Any) -> Any:
     """Return `data` if the model can learn it. Raises ExperimentError with the value to set."""
     config: Any = experiment.model.config
     if experiment.kind == "text":
-        if isinstance(data, ArrayData):  # tokens of text were checked against the vocabulary during reading
-            check_tokens(data, config.vocab_size)
+        if isinstance(data, ArrayData):  # tokens were checked against the vocabulary during reading
             ((tokens,), length) = data.shape, experiment.data.length
             if tokens != length:
                 raise ExperimentError(

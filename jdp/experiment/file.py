@@ -20,9 +20,8 @@ from pydantic import BaseModel, ValidationError
 
 from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
-from jdp.base.hub_source import BUILDERS, HubSource
 from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
-from jdp.base.user_path import PathError, check_regular, user_path
+from jdp.base.user_path import BUILDERS, HubSource, PathError, check_regular, user_path
 from jdp.base.words import nearest
 from jdp.core.sharding.axes import BatchUnit, axis_sizes, batch_unit
 from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys, tables
@@ -31,7 +30,7 @@ from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.make import Made
 from jdp.experiment.schema.model import MadeModel, Model, model_table, take_tokenizer
-from jdp.models.sizes import SIZES
+from jdp.models.configs import SIZES
 
 KeyPath = tuple[str, ...]
 HUB = "hf:"

@@ -13,9 +13,8 @@ from dataclasses import replace
 import jax
 
 from jdp.base.machine import memory_bytes
-from jdp.checkpoint.format.content import stored_form
-from jdp.checkpoint.format.trees import Content
-from jdp.checkpoint.memory.layout import layout
+from jdp.checkpoint.content import Content, stored_form
+from jdp.checkpoint.memory.parts import layout
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import check_for_devices
@@ -25,8 +24,7 @@ from jdp.foresight.foresee import candidates
 from jdp.foresight.memory import HostMemory
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target
-from jdp.prove.equivalence import OnProgress, prove
-from jdp.prove.proof import Proof
+from jdp.prove.equivalence import OnProgress, Proof, prove
 
 
 def candidates_of(

@@ -24,7 +24,7 @@ class Estimate:
 
     strategy: str
     accumulate: int  # microbatches, K
-    report: Report | None = None  # its memory, traffic and schedule; None if the step did not compile
+    report: Report | None = None  # its memory, traffic and schedule; None, as what follows from it, if not compiled
     host: HostMemory | None = None  # the host's memory, if the state is copied into it
     model_flops: float = 0.0  # of the step's mathematics over the global batch (`timing.model_flops`)
     peak_flops: float | None = None  # of one device in the step's compute dtype, FLOP/s; None if unknown
@@ -39,22 +39,15 @@ class Estimate:
         return candidate_name(self.strategy, self.accumulate)
 
     @property
-    def devices(self) -> int:
-        return 1 if self.report is None else math.prod(self.report.mesh.values())
-
-    @property
     def memory(self) -> Memory | None:
-        """Bytes per device by class; None if the step did not compile."""
         return None if self.report is None else self.report.memory
 
     @property
     def headroom(self) -> Headroom | None:
-        """Whether a device can hold it; None if the device's memory is unknown."""
         return None if self.report is None else self.report.headroom
 
     @property
     def timeline(self) -> Timeline | None:
-        """The simulated schedule; None if unknown, or if a device cannot hold the step."""
         return None if self.report is None else self.report.timeline
 
     @property
@@ -66,7 +59,6 @@ class Estimate:
 
     @property
     def available_bytes(self) -> int | None:
-        """Bytes of a device's memory for the step; None if unknown."""
         return None if self.headroom is None else self.headroom.available
 
     @property
@@ -78,12 +70,10 @@ class Estimate:
 
     @property
     def bytes_per_device(self) -> int | None:
-        """Bytes that a device holds at the step's peak; None if the step did not compile."""
         return None if self.memory is None else self.memory.total
 
     @property
     def step_seconds(self) -> float | None:
-        """Simulated seconds of a step; None if unknown, or if a device cannot hold it."""
         return None if self.timeline is None else self.timeline.step_seconds
 
     @property
@@ -97,13 +87,13 @@ class Estimate:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation: model FLOPs / (seconds × devices × peak) (Chowdhery et al. 2022, appendix B)."""
-        if not self.step_seconds or self.peak_flops is None:
+        if self.report is None or not self.step_seconds or self.peak_flops is None:
             return None
-        return self.model_flops / (self.step_seconds * self.devices * self.peak_flops)
+        return self.model_flops / (self.step_seconds * math.prod(self.report.mesh.values()) * self.peak_flops)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens (or examples) a second on all devices together; None if times are unknown."""
+        """Tokens (or examples) a second on all devices together."""
         return self.tokens / self.step_seconds if self.step_seconds else None
 
     @property
@@ -115,7 +105,6 @@ class Estimate:
 
     @property
     def fits_in_words(self) -> str:
-        """Cell of a table: "yes", "no", or "?" if the device's memory is unknown."""
         return {None: "?", True: "yes", False: "no"}[self.fits]
 
     @property
@@ -133,7 +122,6 @@ class Estimate:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return one of the `strategies` of `jdp plan --json`."""
         report, memory, line = self.report, self.memory, self.timeline
         names = "strategy accumulate fits bytes_per_device available_bytes step_seconds mfu error tokens_per_second"
         return {
@@ -204,23 +192,21 @@ class PlanReport:
 
     @property
     def verdict(self) -> str:
-        """A sentence: the candidate to use."""
         if self.choice is not None:
             return f"Take {self.choice.name}."
         return "No candidate fits." if self._compiled else "No candidate compiled."
 
     def memory_table(self) -> list[tuple[str, ...]]:
-        """Return headings, and a row for each estimate: bytes per device."""
+        """Return headings, and a row for each estimate."""
         rows = [MEMORY, *map(_memory_row, self.estimates)]
         return rows if any(row[-1] not in ("", "0 B") for row in rows[1:]) else [row[:-1] for row in rows]
 
     def speed_table(self) -> list[tuple[str, ...]]:
-        """Return headings, and a row for each estimate: traffic and time of a step, per device."""
+        """Return headings, and a row for each estimate."""
         return [tuple(heading.replace("tokens", self.unit) for heading in SPEED), *map(_speed_row, self.estimates)]
 
     @property
     def sentences(self) -> list[str]:
-        """The sentences below the tables: why, and the notes."""
         hosts = {each.name: each.host.words for each in self.estimates if each.host is not None}
         if len({*hosts.values()}) > 1:
             hosts = {name: f"{name}: {words}" for name, words in hosts.items()}
@@ -236,7 +222,6 @@ class PlanReport:
         return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.sentences])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `jdp plan --json` prints."""
         return {
             "target": self.target,
             "devices": self.devices,

@@ -1,8 +1,4 @@
-"""`jdp.foresee`: compile a step under every strategy, and report the memory, traffic and time of each.
-
-`candidates` puts strategies × microbatches on the target's devices as abstract values; `make_plan_report` compiles them
-and estimates each. `jdp plan` takes the same steps with the step of an experiment.
-"""
+"""`jdp.foresee`: compile a step under every strategy, and report the memory, traffic and time of each."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +9,7 @@ import jax
 
 from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
-from jdp.base.public import public
+from jdp.base.errors import public
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.sharding.strategy import STRATEGIES, strategy

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jdp.base.formatting import align_columns, format_bytes, format_percent
+from jdp.base.formatting import format_bytes, format_percent
 from jdp.core.sharding.mesh import mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
@@ -82,9 +82,6 @@ class Memory:
         """Return class -> bytes per device, in the order of `CLASSES`."""
         return {name: getattr(self, name) for name in CLASSES}
 
-    def __str__(self) -> str:
-        return "\n".join(align_columns(self.table()))
-
     def table(self) -> list[tuple[str, ...]]:
         """Return headings, and a row for each class, the largest arguments, host memory and the total."""
         share = lambda count: format_percent(count / (self.total or 1))  # noqa: E731
@@ -97,7 +94,6 @@ class Memory:
         return [*rows, ("total per device", format_bytes(self.total), "")]
 
     def to_json(self) -> dict[str, Any]:
-        """Return bytes by argument."""
         arguments = [asdict(each) for each in self.arguments]
         return {"arguments": arguments, "results": self.results, **self.by_class(), "total": self.total}
 
@@ -132,7 +128,6 @@ def memory_by_argument(compiled: Compiled, arguments: Sequence[tuple[str, str, b
         leaves.append(HeldArgument(path, size, donated, number in in_place))
         by_kind[kind] += size
     results = compiled.output_bytes - compiled.alias_bytes
-    # Arguments without a class are "other".
     classes = {kind: by_kind[kind] for kind in ("parameters", "optimizer", "batch")}
     return Memory(
         **classes,
@@ -183,12 +178,10 @@ class HostMemory:
 
     @property
     def fits(self) -> bool:
-        """False if the host is known to have less."""
         return self.available is None or self.total <= self.available
 
     @property
     def words(self) -> str:
-        """A sentence: the contents of a host's memory."""
         parts = {"copies of the state": self.copies, "a save that is written": self.staging}
         parts |= {"offloaded arrays": self.offloaded} if self.offloaded else {}
         listed = " + ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items())
@@ -196,5 +189,4 @@ class HostMemory:
         return f"a host's memory holds {listed} = {format_bytes(self.total)}{has}{'' if self.fits else ': too little'}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object in bytes that `jdp plan --json` prints."""
         return {name: getattr(self, name) for name in ("copies", "staging", "offloaded", "available", "fits")}

@@ -1,7 +1,4 @@
-"""The report of one compiled step, from jdp or not: its memory, traffic and schedule, and whether it keeps its bound.
-
-The parameters of a jdp step are known, so its report (`verify.Report`) compares more. The code below prints both.
-"""
+"""The report of one compiled step, from jdp or not; that of a jdp step (`verify.Report`) compares more."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +10,7 @@ from jdp.foresight.memory import Headroom, Memory
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing.timeline import Timeline, timeline
-from jdp.foresight.traffic.sends import Sent, sent_table
+from jdp.foresight.traffic.contract import Sent, sent_table
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -35,18 +32,16 @@ class StepReport:
     timeline: Timeline | None = field(default=None, repr=False)
     breaches: tuple[str, ...] = ()  # the reasons why the bound is not kept
     strays: tuple[str, ...] = ()  # further traffic that belongs to no parameter
-    symptoms: tuple[str, ...] = ()  # signs of something unintended (`traffic/symptoms.py`); they break no contract
+    symptoms: tuple[str, ...] = ()  # signs of something unintended (`traffic/faults.py`); they break no contract
     notes: tuple[str, ...] = ()  # assumptions behind the numbers
 
     @property
     def heading(self) -> str:
-        """The compiled step in words: "step on data=8 for h100:1x8"."""
         split = {name: count for name, count in self.mesh.items() if count > 1} or self.mesh
         return f"{self.name} on {factors(split)} for {self.target}"
 
     @property
     def verdict(self) -> str:
-        """A sentence: the bytes that a device sends, and whether they keep the bound."""
         if self.bound_wire_bytes_per_device is None:
             return f"{self.sends[0].upper()}{self.sends[1:]}."
         ratio = "" if self.ratio is None else f"{self.ratio:.3f} of "
@@ -68,7 +63,7 @@ class StepReport:
         return [f"A step takes {format_seconds(time.step_seconds)}: {computing}, {sent}."]
 
     def comparison(self) -> list[list[str]]:
-        """Return further paragraphs; none for a step that jdp did not make."""
+        """Return further paragraphs: lists of lines."""
         return []
 
     def __str__(self) -> str:
@@ -85,7 +80,6 @@ class StepReport:
         return f"<{type(self).__name__} of {' '.join(sentences)} print() shows all>"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain objects."""
         seconds = "step_seconds compute_seconds communication_seconds exposed_seconds"
         headroom = None if self.headroom is None else asdict(self.headroom)
         return {
@@ -121,7 +115,7 @@ CPU_PROGRAM = (
 
 
 def caveats_on(sent: Sequence[tuple[str, Sequence[str]]]) -> Iterator[str]:
-    """Yield a note for each caveat in pairs (kind of collective, caveats)."""
+    """Yield a note for each caveat of pairs (kind of collective, caveats)."""
     for caveat in dict.fromkeys(caveat for _, caveats in sent for caveat in caveats):
         kinds = dict.fromkeys(kind for kind, caveats in sent if caveat in caveats)
         yield f"{', '.join(kinds)} {caveat}, so it may send more than is reported here"

@@ -1,8 +1,4 @@
-"""`jdp.verify`: compile a training step for a target, and compare its traffic with the communication contract.
-
-`targets/relocate.py` moves the step onto the target's devices, `traffic/contract.py` places the program's collectives
-on the mesh and compares them with theory, `traffic/breaches.py` and `traffic/symptoms.py` give reasons and signs.
-"""
+"""`jdp.verify`: compile a training step for a target, and compare its traffic with the communication contract."""
 
 from __future__ import annotations
 
@@ -15,12 +11,11 @@ import jax
 
 from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, public
 from jdp.base.formatting import align_columns, format_bytes
-from jdp.base.public import public
 from jdp.core.batch import check_state
 from jdp.core.sharding.axes import factors
-from jdp.core.sharding.traced_mesh import batch_axes
+from jdp.core.sharding.mesh import batch_axes
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
@@ -31,11 +26,20 @@ from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, json_values, on_target
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import Target, check_target, target_of
-from jdp.foresight.traffic.breaches import breaches, strays
-from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
+from jdp.foresight.traffic.contract import (
+    SLACK,
+    TOLERANCE,
+    Gather,
+    MeshCollective,
+    Row,
+    collectives_on,
+    compare,
+    gathers,
+    like_zero2,
+    sent_by,
+)
+from jdp.foresight.traffic.faults import breaches, donated_state, strays, symptoms
 from jdp.foresight.traffic.origin import Parameters, Reading
-from jdp.foresight.traffic.sends import Gather, gathers, like_zero2, sent_by
-from jdp.foresight.traffic.symptoms import donated_state, symptoms
 from jdp.foresight.traffic.theory import Theory, theory
 
 
@@ -219,11 +223,9 @@ class Report(StepReport):
 
     @property
     def theory_wire_bytes_per_device(self) -> float:
-        """Bytes a device may send a step, as the strategy promises."""
         return self.bound_wire_bytes_per_device or 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `jdp verify --json` prints."""
         first = "kept strategy target wire_bytes_per_device theory_wire_bytes_per_device ratio"
         return {
             **json_values(self, first),
@@ -240,7 +242,6 @@ class Report(StepReport):
         }
 
     def comparison(self) -> list[list[str]]:
-        """Return a table of bytes sent and promised, by kind of collective."""
         remarks = [(row, "<-" if self.kept is not None and not row.kept else "") for row in self.rows]
         remarks += [(row, "the model's own axes, which the contract leaves to the model") for row in self.model_axes]
         if self.statistics is not None:
@@ -252,13 +253,11 @@ class Report(StepReport):
 
     @property
     def heading(self) -> str:
-        """The compiled step in words: "zero3 on data=8 for h100:1x8, K=1, manual: ..."."""
         on = f"{self.name} on {factors(self.mesh)} for {self.target}"
         return f"{on}, K={self.accumulate}, {self.partitioning}: {self.why}"
 
     @property
     def verdict(self) -> str:
-        """A sentence: whether the step keeps the contract, and which rule it breaks."""
         if not self.theory_wire_bytes_per_device:
             return "Kept: one shard of the batch, so nothing is sent."
         sends = f"{self.sends}, {self.ratio:.3f} of theory's {format_bytes(self.theory_wire_bytes_per_device)}"

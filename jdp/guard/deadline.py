@@ -29,13 +29,12 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from jdp.base.errors import UserError
 from jdp.base.machine import visible_gpus
-from jdp.core.cluster.barrier import THREAD_SECONDS, coordination_client, joined_as, named
+from jdp.core.cluster.barrier import THREAD_SECONDS, Store, coordination_client, joined_as, named
 from jdp.core.cluster.initialize import leave_after_failure
 
 TRY_AGAIN = 75
@@ -54,17 +53,16 @@ DEVICES = "waiting for the devices"
 """The activity of a process that waits for another process."""
 
 
-@dataclass(frozen=True)
-class Position:
-    """The position of a process: its last complete step, its activity, and the activity's seconds so far."""
+class Position(NamedTuple):
+    """The position of a process."""
 
-    step: int
-    doing: str
-    seconds: float
+    step: int  # the last complete one
+    doing: str  # its activity
+    at: float  # when it was there, in Unix seconds
 
 
-Known = Mapping[int, tuple[Position, float]]
-"""Process -> its position, and its publication time (Unix seconds)."""
+Known = Mapping[int, Position]
+"""Process -> its position."""
 
 
 class Deadline:
@@ -111,16 +109,15 @@ class Deadline:
 
     def __enter__(self) -> Self:
         self._since = time.monotonic()
+        self._threads = [threading.Thread(target=self._watch, name="jdp deadline", daemon=True)]
         joined, client = joined_as(), coordination_client()
         if joined is not None and client is not None:
             self._peers = peers = _Peers(client, *joined, next(_numbers))
-            self._start(lambda: self._publish(peers), "jdp whereabouts")
-        self._start(self._watch, "jdp deadline")
+            publish = threading.Thread(target=self._publish, args=(peers,), name="jdp whereabouts", daemon=True)
+            self._threads.append(publish)
+        for thread in self._threads:
+            thread.start()
         return self
-
-    def _start(self, target: Callable[[], None], name: str) -> None:
-        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
-        self._threads[-1].start()
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
@@ -192,7 +189,7 @@ class Deadline:
     @property
     def position(self) -> Position:
         """The position of this process."""
-        return Position(self._step, self._doing, time.monotonic() - self._since)
+        return Position(self._step, self._doing, time.time())
 
     def _watch(self) -> None:
         """Wait, in a thread, until the time is up here or on another process; then end this process."""
@@ -264,9 +261,8 @@ class _Peers:
     """The positions of the processes of a cluster, in the coordination service."""
 
     def __init__(self, client: Any, me: int, count: int, number: int) -> None:
-        self._client, self._me, self._count = client, me, count
-        self._prefix = f"jdp/deadline/{number}"
-        self._stamps: dict[str, tuple[str, float]] = {}  # process 0's: key -> published text, and its time
+        self._store, self._me, self._count = Store(client, f"jdp/deadline/{number}", tuple(range(count))), me, count
+        self._stamps: dict[int, tuple[str, float]] = {}  # process 0's: process -> published text, and its time
         self.expired = self.silent = False
         self.asks: Position | None = None  # of this process, whose time is up
         self._answers: tuple[Known, Known] | None = None
@@ -277,25 +273,25 @@ class _Peers:
         self._put("at", position, once=once)
         if self.asks is not None:
             self._put("expired", self.asks)
-        expired = self._all("expired")
+        expired = self._store.all("expired")
         self.expired = bool(expired)
         if self.asks is not None:
-            self._answers = expired, self._all("at")
+            self._answers = _known(expired), _known(self._store.all("at"))
         if self._me == 0:
             self._find_silent_processes()
         self.heard = time.monotonic()
 
     def leave(self) -> None:
         """Withdraw the position of this process at its end, so that it does not count as silent."""
-        self._client.key_value_delete(f"{self._prefix}/at/{self._me}")
+        self._store.forget(f"{self._store.prefix}/at/{self._me}")
 
     def _find_silent_processes(self) -> None:
         """Compare the published positions with the previous ones; outside a step a process may be silent."""
         now = time.monotonic()
-        known = self._stamps if now - self.heard < _LATE_SECONDS else {}  # this process was stopped itself
-        found = dict(self._client.key_value_dir_get(f"{self._prefix}/at"))
+        stamps = self._stamps if now - self.heard < _LATE_SECONDS else {}  # this process was stopped itself
+        texts = self._store.all("at").items()
         self._stamps = {
-            key: known[key] if known.get(key, ("",))[0] == text else (text, now) for key, text in found.items()
+            rank: stamps[rank] if stamps.get(rank, ("",))[0] == text else (text, now) for rank, text in texts
         }
         silent = [text for text, since in self._stamps.values() if now - since > SILENT_SECONDS]
         self.silent = any(not json.loads(text)[-1] for text in silent)
@@ -317,16 +313,12 @@ class _Peers:
         )
 
     def _put(self, kind: str, position: Position, *, once: bool = False) -> None:
-        text = json.dumps([position.step, position.doing, position.seconds, time.time(), once])
-        self._client.key_value_set(f"{self._prefix}/{kind}/{self._me}", text, allow_overwrite=True)
+        text = json.dumps([*position, once])
+        self._store.client.key_value_set(f"{self._store.prefix}/{kind}/{self._me}", text, allow_overwrite=True)
 
-    def _all(self, kind: str) -> dict[int, tuple[Position, float]]:
-        """Return process -> its position, and its publication time (Unix seconds)."""
-        found: dict[int, tuple[Position, float]] = {}
-        for key, text in self._client.key_value_dir_get(f"{self._prefix}/{kind}"):
-            step, doing, seconds, at, _ = json.loads(text)
-            found[int(key.rpartition("/")[2])] = Position(step, doing, seconds), at
-        return found
+
+def _known(texts: Mapping[int, str]) -> Known:
+    return {rank: Position(*json.loads(text)[:-1]) for rank, text in texts.items()}
 
 
 def main_stack() -> list[str]:
@@ -354,53 +346,34 @@ def set_xla_timeout(environment: MutableMapping[str, str], seconds: float) -> st
 
 
 def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tuple[str, list[int]]:
-    """Return a sentence about the processes that are silent or behind, and their numbers.
+    """Return sentences about the positions of all processes, and the numbers of those that are silent or behind.
 
-    For example: "Process 17 is at step 4,211, all others at 4,212."
+    For example: "Process 17 is at step 4,211 (waiting for data); processes 0, 1, 2 and 28 more are at step 4,212 (…)."
     """
-    silent = [rank for rank in range(count) if rank not in answers]
-    if silent:
-        words = " ".join(_silent(rank, before, now) for rank in silent[:3])
-        more = f" {len(silent) - 3} more do not answer." if silent[3:] else ""
-        steps = sorted({position.step for position, _ in answers.values()})
-        if steps:
-            all_ = f"All others are at step {steps[0]:,}"
-            others = all_ if len(steps) == 1 else f"The others are at step {steps[0]:,} to {steps[-1]:,}"
-            more += f" {others}."
-        return words + more, silent
-    steps = {rank: position.step for rank, (position, _) in answers.items()}
-    behind = [rank for rank, step in steps.items() if step == min(steps.values())]
+    silent, sentences = [rank for rank in range(count) if rank not in answers], list[str]()
+    for rank in silent[:3]:
+        ago = "it never reported its position"
+        if rank in before:
+            step, doing, at = before[rank]
+            ago = f"{max(now - at, 0):.0f} seconds ago it was at step {step:,}, {doing}"
+        sentences.append(f"Process {rank} does not answer: {ago}.")
+    if silent[3:]:
+        sentences.append(f"{len(silent) - 3} more do not answer.")
+    groups = defaultdict[tuple[int, str], list[int]](list)
+    for rank, position in sorted(answers.items()):
+        groups[position.step, position.doing].append(rank)
+    told: list[str] = []
+    for (step, doing), ranks in sorted(groups.items(), key=lambda group: (group[0][0], len(group[1]))):
+        told.append(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} at step {step:,} ({doing})")
+    if told:
+        sentences.append(f"{capital('; '.join(told))}.")
+    if not silent and len(told) == 1:
+        sentences.append("The devices hang, or the network between them.")
+    least = min((step for step, _ in groups), default=0)
+    behind = [rank for rank, position in answers.items() if position.step == least]
     if len(behind) == count:
-        doing = {position.doing for position, _ in answers.values()}
-        busy = [rank for rank, (position, _) in answers.items() if position.doing != DEVICES]
-        if len(doing) == 1:
-            where = f"All processes are at step {steps[0]:,}, {doing.pop()}"
-            return f"{where}: the devices hang, or the network between them.", []
-        return f"All processes are at step {steps[0]:,}: {_doing(answers)}.", busy if len(busy) < count else []
-    doing = answers[behind[0]][0].doing
-    verb = "is" if len(behind) == 1 else "are"
-    ahead = sorted({*steps.values()} - {steps[behind[0]]})
-    others = f"all others at {ahead[0]:,}" if len(ahead) == 1 else f"the others at {ahead[0]:,} to {ahead[-1]:,}"
-    return f"{capital(named(behind))} {verb} at step {steps[behind[0]]:,} ({doing}), {others}.", behind
-
-
-def _silent(rank: int, before: Known, now: float) -> str:
-    if rank not in before:
-        return f"Process {rank} does not answer, and never reported its position."
-    position, at = before[rank]
-    return (
-        f"Process {rank} does not answer: {max(now - at, 0):.0f} seconds ago it was at step {position.step:,}, "
-        f"{position.doing}."
-    )
-
-
-def _doing(answers: Known) -> str:
-    """Return the activity of each group of processes."""
-    groups: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, (position, _) in sorted(answers.items()):
-        groups[position.doing].append(rank)
-    ordered = sorted(groups.items(), key=lambda group: len(group[1]))
-    return ", ".join(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {doing}" for doing, ranks in ordered)
+        behind = [rank for rank, position in answers.items() if position.doing != DEVICES]
+    return " ".join(sentences), silent or (behind if len(behind) < count else [])
 
 
 def capital(text: str) -> str:

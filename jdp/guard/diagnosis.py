@@ -21,7 +21,7 @@ from typing import Any
 from jdp.base.formatting import format_seconds
 from jdp.guard.deadline import Position, capital, whereabouts
 from jdp.guard.time_account import Account, account, cause, pace
-from jdp.guard.watch import ALIVE_SECONDS, born
+from jdp.guard.watch import ALIVE_SECONDS, DOING, born
 from jdp.launch.events import ENDS, EVENT_LOGS, read, read_logs
 from jdp.launch.output import LOGS
 
@@ -50,7 +50,7 @@ class Seen:
 
     rank: int
     events: Events
-    supervised: Mapping[str, Any] | None = None  # its supervisor's event of its end
+    supervised: Mapping[str, Any]  # its supervisor's event of its end; {} without one
 
     @property
     def count(self) -> int:
@@ -62,8 +62,9 @@ class Seen:
         return self.events[0]
 
     @property
-    def last(self) -> Mapping[str, Any]:
-        return self.events[-1]
+    def last(self) -> float:
+        """Unix seconds of its last event."""
+        return self.events[-1]["time"]
 
     @property
     def step(self) -> int:
@@ -72,14 +73,14 @@ class Seen:
         return max((event["step"] for event in done if isinstance(event.get("step"), int)), default=0)
 
     @property
-    def left(self) -> Mapping[str, Any] | None:
-        """The event of its exit, if any."""
-        return next((event for event in reversed(self.events) if event["event"] in ENDS), None)
+    def left(self) -> Mapping[str, Any]:
+        """The event of its exit; {} without one."""
+        return next((event for event in reversed(self.events) if event["event"] in ENDS), {})
 
     @property
     def how(self) -> str | None:
         """How it ended, one of `ENDS`; None without such an event."""
-        return None if self.left is None else self.left["event"]
+        return self.left.get("event")
 
     @property
     def doing(self) -> str:
@@ -90,32 +91,15 @@ class Seen:
                 open_.append(str(event.get("doing")))
             elif event["event"] in ("end", "step"):
                 open_ = open_[:-1]
-        said = [event for event in self.events if event["event"] == "alive"]
-        if said and said[-1] is self.last:
-            return str(said[-1].get("doing"))
-        return _DOING.get(open_[-1], open_[-1]) if open_ else "training"
+        if self.events[-1]["event"] == "alive":
+            return str(self.events[-1].get("doing"))
+        return DOING.get(open_[-1], open_[-1]) if open_ else "training"
 
     @property
     def moved(self) -> float:
         """Unix seconds of the last event with progress."""
         own = (event["time"] for event in self.events if event["event"] not in ("alive", "signal", *ENDS))
         return max(own, default=self.start["time"])
-
-    @property
-    def saved(self) -> bool:
-        """True if the visit ended by waiting for its last save."""
-        return any(event["event"] == "end" and event.get("doing") == "wait" for event in self.events)
-
-
-_DOING = {
-    "eval": "evaluating",
-    "save": "saving",
-    "restore": "restoring",
-    "wait": "waiting for a save to be written",
-    "compile": "compiling or taking its first step",
-    "sample": "writing a sample",
-    "export": "exporting the model",
-}
 
 
 def diagnose(
@@ -124,7 +108,7 @@ def diagnose(
     now, lives = time.time() if now is None else now, lives or _lives
     logs, nodes = read_logs(folder / EVENT_LOGS, "rank"), read_logs(folder / EVENT_LOGS, "node")
     supervised = sorted((event for events in nodes.values() for event in events), key=lambda event: event["time"])
-    ranks = {rank: visits for rank, events in logs.items() if (visits := _visits(rank, events, supervised))}
+    ranks = {rank: _visits(rank, events, supervised) for rank, events in logs.items() if events}
     if not ranks:
         spoken = [f"jdp launch: {event.get('words')}." for event in supervised[-_MOST_LINES:]]
         unknown = (
@@ -137,7 +121,7 @@ def diagnose(
     visits = _together(ranks)
     last = visits[-1]
     failed = any(seen.how == "failed" for seen in last)
-    goes_on = not failed and any(lives(seen, now) for seen in last if seen.left is None)
+    goes_on = not failed and any(lives(seen, now) for seen in last if not seen.left)
     state, began, words = _going_on(last, now) if goes_on else _ended(last, now)
     if began is not None:
         words += _log(folder, began)
@@ -145,25 +129,26 @@ def diagnose(
     words += [str(each["words"]) for each in spoken]
     medians, slow = pace({seen.rank: seen.events for seen in last})
     total = account(read(folder / EVENT_LOGS / f"rank-{first:05}.jsonl"))
-    words += [*slow, *_before(visits), f"{capital(total.words())}."]
+    earlier = [seen for seen in reversed(visits[-_MOST_VISITS - 1 : -1]) if seen[0].how != "nothing to do"]
+    told = [f"The visit that began {_clock(seen[0].start['time'])}: {_ended(seen)[2][0]}" for seen in earlier]
+    words += [*slow, *told, f"{capital(total.words())}."]
     return Diagnosis(state, began, words, medians, total, cause(medians, total))
 
 
 def _visits(rank: int, events: Events, supervised: Events) -> list[Seen]:
-    """Cut events at each "start", and add the supervisor's event; events before the first start are dropped."""
-    starts = [i for i, event in enumerate(events) if event["event"] == "start"]
-    if not starts:
-        return [Seen(rank, events)] if events else []  # a long visit: the log has lost its beginning
-    nexts = [*(events[i]["time"] for i in starts[1:]), math.inf]
-    visits = [events[i:j] for i, j in zip(starts, [*starts[1:], len(events)], strict=True)]
-    return [Seen(rank, visit, _end(visit, until, supervised)) for visit, until in zip(visits, nexts, strict=True)]
+    """Cut events at each "start", and add the supervisor's event if the visit's process was the first that failed.
 
-
-def _end(visit: Events, until: float, supervised: Events) -> Mapping[str, Any] | None:
-    """Return the supervisor's event of the end of a visit's process; None if it was not the first that failed."""
-    who = (visit[0].get("host"), visit[0].get("pid"))
-    ends = (event for event in supervised if visit[-1]["time"] <= event["time"] < until and event["event"] == "ended")
-    return next((event for event in ends if (event.get("host"), event.get("pid")) == who), None)
+    Events before the first start are dropped, unless there is none: the log of a long visit has lost its beginning.
+    """
+    visits: list[Seen] = []
+    starts = [i for i, event in enumerate(events) if event["event"] == "start"] or [0]
+    for i, j in zip(starts, [*starts[1:], len(events)], strict=True):
+        until = events[j]["time"] if j < len(events) else math.inf
+        who = {name: events[i].get(name) for name in ("host", "pid")}
+        later = [event for event in supervised if events[j - 1]["time"] <= event["time"] < until]
+        ends = [event for event in later if event["event"] == "ended" and event.items() >= who.items()]
+        visits.append(Seen(rank, events[i:j], ends[0] if ends else {}))
+    return visits
 
 
 def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
@@ -175,7 +160,7 @@ def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
     together = [{one.rank: one} for one in own]
     for rank, visits in sorted(ranks.items()):
         for seen in visits if rank != min(ranks) else ():
-            shared = [min(e.last["time"], seen.last["time"]) - max(e.start["time"], seen.start["time"]) for e in own]
+            shared = [min(one.last, seen.last) - max(one.start["time"], seen.start["time"]) for one in own]
             at = shared.index(max(shared))
             if rank < own[at].count:
                 together[at][rank] = seen  # the latest wins
@@ -184,72 +169,55 @@ def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
 
 def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | None, list[str]]:
     """Return state, cause and explanation of a visit that has ended; `now` is None for an earlier one."""
-    errors = [(seen.left["time"], seen) for seen in last if seen.left and seen.how == "failed"]
-    causes = [(time, seen) for time, seen in errors if not (seen.left or {}).get("lost_peer")]
+    alone = len(last) == 1
+    errors = sorted((seen.left["time"], seen.rank, seen) for seen in last if seen.how == "failed")
+    causes = [seen for _, _, seen in errors if not seen.left.get("lost_peer")]
     if causes:
-        seen = min(causes, key=lambda pair: pair[0])[1]
-        return "failed", seen.rank, _error(seen, len(last))
-    deadlines = sorted(
-        (event["time"], seen.rank, event) for seen in last for event in seen.events if event["event"] == "deadline"
-    )
+        seen = causes[0]
+        who = "It failed" if alone else f"Process {seen.rank} failed first"
+        words = [f"{who}, after step {seen.step:,}, at {_clock(seen.left['time'])}: {seen.left.get('error')}"]
+        return "failed", seen.rank, words + [f"It was raised in {frame}." for frame in (seen.left.get("at") or [])[-1:]]
+    events = sorted(((seen.rank, event) for seen in last for event in seen.events), key=lambda pair: pair[1]["time"])
+    deadlines = [(rank, event) for rank, event in events if event["event"] == "deadline"]
     if deadlines:
-        _, rank, event = deadlines[0]
+        rank, event = deadlines[0]
         behind = [one for one in event.get("behind") or [] if isinstance(one, int)]
         words, frames = [f"It hung: {event.get('words')}"], [str(frame) for frame in event.get("stack") or []]
         own = next((frame for frame in frames if "jax/" not in frame and "<" not in frame), None)
         words += [f"Process {rank} was in {frames[0]}, called from {own}."] if own else []
         return "deadline", behind[0] if behind else None, words
-    silent = [seen for seen in last if seen.left is None]
+    silent = [seen for seen in last if not seen.left]
     if silent:
-        silent.sort(key=lambda seen: ((seen.supervised or {}).get("lost_peer") is not False, seen.last["time"]))
-        return "killed", silent[0].rank, _killed(silent[0], len(last), now)
+        seen = min(silent, key=lambda seen: (seen.supervised.get("lost_peer") is not False, seen.last))
+        return "killed", seen.rank, _killed(seen, alone, now)
     if errors:
-        words = "Every process reports that another one exited, and none reports why. Look at all logs."
-        return "failed", None, [words]
+        return (
+            "failed",
+            None,
+            ["Every process reports that another one exited, and none reports why. Look at all logs."],
+        )
     stopped = next((seen for seen in last if seen.how == "stopped"), None)
-    if stopped is not None:
-        began, words = _stop(last, stopped)
-        return "stopped", began, words
-    seen = last[0]
-    return "finished", None, [f"It finished after step {seen.step:,}."]
+    if stopped is None:
+        return "finished", None, [f"It finished after step {last[0].step:,}."]
+    signals = [(rank, str(event.get("signal"))) for rank, event in events if event["event"] == "signal"]
+    by = signals[0][1] if signals else "a signal"
+    who = f", which process {signals[0][0]} got first," if signals and not alone else ""
+    saved = any(event["event"] == "end" and event.get("doing") == "wait" for event in stopped.events)
+    how = "and saved. Run again: it resumes" if saved else "at once, without saving. Run again"
+    words = f"It was stopped by {by}{who} after step {stopped.step:,}, {how}."
+    return "stopped", signals[0][0] if signals else None, [words]
 
 
-def _error(seen: Seen, count: int) -> list[str]:
-    left = seen.left or {}
-    who = "It" if count == 1 else f"Process {seen.rank}"
-    at = [str(frame) for frame in left.get("at") or []]
-    first = "" if count == 1 else " first"
-    return [
-        f"{who} failed{first}, after step {seen.step:,}, at {_clock(left['time'])}: {left.get('error')}",
-        *([f"It was raised in {at[-1]}."] if at else []),
-    ]
-
-
-def _killed(seen: Seen, count: int, now: float | None) -> list[str]:
-    who = "It" if count == 1 else f"Process {seen.rank}"
-    others = "" if count == 1 else " It was the first: the others lost it."
-    ago = "" if now is None else f", {_ago(now - seen.last['time'])} ago"
+def _killed(seen: Seen, alone: bool, now: float | None) -> list[str]:
+    who, others = ("It", "") if alone else (f"Process {seen.rank}", " It was the first: the others lost it.")
+    ago = "" if now is None else f", {_ago(now - seen.last)} ago"
     return [
         f"{who} ended without a message after step {seen.step:,}, while {seen.doing}; its last event was at "
-        f"{_clock(seen.last['time'])}{ago}.{others}",
+        f"{_clock(seen.last)}{ago}.{others}",
         *([f"jdp launch: {seen.supervised.get('words')}."] if seen.supervised else []),
         "A killed process (SIGKILL) ends like this: for lack of memory (see dmesg), by a scheduler's limit, by a "
         "person, or with its machine. Run again: it resumes from its last checkpoint.",
     ]
-
-
-def _stop(last: Sequence[Seen], stopped: Seen) -> tuple[int | None, list[str]]:
-    signals = sorted(
-        (event["time"], seen.rank, str(event.get("signal")))
-        for seen in last
-        for event in seen.events
-        if event["event"] == "signal"
-    )
-    first = signals[0] if signals else None
-    by = "a signal" if first is None else first[2]
-    who = f", which process {first[1]} got first," if first and len(last) > 1 else ""
-    how = "and saved. Run again: it resumes" if stopped.saved else "at once, without saving. Run again"
-    return first[1] if first else None, [f"It was stopped by {by}{who} after step {stopped.step:,}, {how}."]
 
 
 def _going_on(last: Sequence[Seen], now: float) -> tuple[str, int | None, list[str]]:
@@ -260,29 +228,12 @@ def _going_on(last: Sequence[Seen], now: float) -> tuple[str, int | None, list[s
     if quiet < max(_HUNG_SECONDS, _MEDIANS * usual) or (compiles and quiet < 60 * _HUNG_SECONDS):
         seen = last[0]
         return "running", None, [f"It runs: step {seen.step:,}, {seen.doing}, {_ago(quiet)} after its last event."]
-    answers = {s.rank: (Position(s.step, s.doing, now - s.moved), s.last["time"]) for s in last}
-    hears = {rank: known for rank, known in answers.items() if now - known[1] < 3 * ALIVE_SECONDS}
+    answers = {seen.rank: Position(seen.step, seen.doing, seen.last) for seen in last}
+    hears = {rank: position for rank, position in answers.items() if now - position.at < 3 * ALIVE_SECONDS}
     if last[0].count == 1:
         return "hung", 0, [f"It has hung for {_ago(quiet)}: step {last[0].step:,}, {last[0].doing}."]
     words, behind = whereabouts(last[0].count, hears, answers, now=now)
     return "hung", behind[0] if behind else None, [f"It has hung for {_ago(quiet)}: {words}"]
-
-
-def _before(visits: Sequence[Sequence[Seen]]) -> list[str]:
-    lines: list[str] = []
-    for seen in reversed(visits[-_MOST_VISITS - 1 : -1]):
-        state, began, words = _ended(seen)
-        if state == "finished" and seen[0].how == "nothing to do":
-            continue
-        who = "" if began is None or len(seen) == 1 else f", by process {began}"
-        how = f"was {_SHORT.get(state, state)}{who}: {words[0]}"
-        if state == "finished":
-            how = f"finished after step {seen[0].step:,}."
-        lines.append(f"The visit that began {_clock(seen[0].start['time'])} {how}")
-    return lines
-
-
-_SHORT = {"failed": "ended by an error", "deadline": "ended by its deadline"}
 
 
 def _log(folder: Path, rank: int) -> list[str]:
@@ -299,7 +250,7 @@ def _lives(seen: Seen, now: float) -> bool:
     pid, host, began = seen.start.get("pid"), seen.start.get("host"), seen.start.get("began")
     if host == socket.gethostname() and isinstance(pid, int) and isinstance(began, int | float):
         return Path(f"/proc/{pid}").exists() and abs(born(pid) - began) < 3
-    return now - seen.last["time"] < 6 * ALIVE_SECONDS
+    return now - seen.last < 6 * ALIVE_SECONDS
 
 
 def _clock(seconds: float) -> str:

@@ -26,11 +26,11 @@ from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.views import view_gradients
 from jdp.core.reading.jaxprs import places_made
 from jdp.core.sharding.host_memory import on_device
-from jdp.core.sharding.traced_mesh import tracing_on
+from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import TrainState, trained_part
 from jdp.core.step import Step
 from jdp.core.types import Batch, PyTree
-from jdp.core.update.guarded import broken, clipped_update, fetched
+from jdp.core.update.optimizer import broken, clipped_update, fetched
 
 SHOWN = 4  # leaves, and rows, in a sentence
 

@@ -24,12 +24,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jdp.base.errors import public
 from jdp.base.formatting import listed
-from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.sharding.host_memory import on_device
-from jdp.core.sharding.traced_mesh import tracing_on
+from jdp.core.sharding.mesh import tracing_on
 from jdp.core.types import Device, PyTree
 
 Table = NDArray[Any]

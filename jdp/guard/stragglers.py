@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jdp.core.cluster.barrier import coordination_client
+from jdp.core.cluster.barrier import Store, coordination_client
 
 COSTS = 0.05  # share of a step from which there is a warning
 AGAIN = 2  # windows in a row with the same latest process before it is named
@@ -64,8 +64,7 @@ class HostTimes:
     """Measures the lateness of this process' host; process 0 also finds the straggler."""
 
     def __init__(self, every: int) -> None:
-        client = coordination_client()
-        self._every, self._client = every, client
+        self._every, self._client = every, coordination_client()
         self._results = self._began = time.perf_counter()
         self._late, self._steps, self._window = 0.0, 0, 0
         self._before: tuple[int, float, float] = (-1, 0.0, 0.0)
@@ -95,16 +94,12 @@ class HostTimes:
         window, seconds = done // self._every, time.perf_counter() - self._began
         own = (window, self._late / self._steps, seconds / self._steps)
         earlier, self._before = self._before, own
-        self._client.key_value_set(f"{_KEY}/{jax.process_index()}", json.dumps([earlier, own]), allow_overwrite=True)
+        self._client.key_value_set(f"jdp/late/{jax.process_index()}", json.dumps([earlier, own]), allow_overwrite=True)
         self.restart()
         if jax.process_index() or earlier[0] < 0:
             return None
-        late = {
-            int(key.rpartition("/")[2]): seconds
-            for key, text in self._client.key_value_dir_get(_KEY)
-            for number, seconds, _ in json.loads(text)
-            if number == earlier[0]
-        }
+        windows = {rank: json.loads(text) for rank, text in Store(self._client, "jdp", ()).all("late").items()}
+        late = {rank: late for rank, own in windows.items() for number, late, _ in own if number == earlier[0]}
         found = self.found = straggler(late, earlier[2])
         process, (suspect, times) = found.process if found else None, self._suspect
         self._suspect = (process, times + 1 if process == suspect else 1)
@@ -112,6 +107,3 @@ class HostTimes:
             return None
         before, self._named = self._named, process
         return str(found) if found else f"process {before} is no longer later than the others"
-
-
-_KEY = "jdp/late"

@@ -16,7 +16,7 @@ from typing import Any
 
 from jdp.base.formatting import format_percent, format_seconds
 
-_OF = {"eval": "eval", "save": "save", "wait": "save", "restore": "restore", "compile": "compile"}
+_OF = {"eval": "eval", "save": "save", "wait": "save", "restore": "restore"}
 """The activity of a process -> the kind of time."""
 
 
@@ -86,9 +86,7 @@ _WORDS = {
 
 def account(events: Sequence[Mapping[str, Any]]) -> Account:
     """Return the account of a process' events."""
-    own = Account()
-    durations: dict[int, float] = {}
-    before = replace(own)
+    own, before = Account(), Account()
     for event in events:
         time, seconds, step = event["time"], _seconds(event), event.get("step")
         match event["event"]:
@@ -104,9 +102,20 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account:
                 _begin_visit(own, time, event)
             case "started" | "resumed" if isinstance(step, int):
                 own.start += max(time - own.began - own.aside, 0.0) if own.visits else 0.0
-                _give_up(own, step, durations)
+                gone = min(max(own.at - step, 0), own.step_count)  # the steps after this one were lost
+                lost = gone * own.steps / max(own.step_count, 1)
+                own.steps, own.lost, own.step_count = own.steps - lost, own.lost + lost, own.step_count - gone
+                own.at = step
             case "step" if isinstance(step, int):
-                _count_step(own, step, seconds, min(_seconds(event, "data"), seconds), durations)
+                data = min(_seconds(event, "data"), seconds)
+                own.at = step
+                own.data += data
+                if own.compiled:
+                    own.steps += seconds - data
+                    own.step_count += 1
+                else:  # a visit's first step compiles
+                    own.compile += seconds - data
+                    own.compiled = True
             case "end" if (kind := _OF.get(str(event.get("doing")))) is not None:
                 setattr(own, kind, getattr(own, kind) + seconds)
                 own.aside += seconds
@@ -129,30 +138,6 @@ def _begin_visit(own: Account, time: float, event: Mapping[str, Any]) -> None:
     own.aside, own.compiled = 0.0, False
 
 
-def _give_up(own: Account, step: int, durations: dict[int, float]) -> None:
-    """Count the steps after the step from which a visit resumes as lost."""
-    gone = max(own.at - step, 0)
-    if gone and own.step_count:
-        gone = min(gone, own.step_count)
-        mean = own.steps / own.step_count
-        seconds = min(sum(durations.pop(own.at - i, mean) for i in range(gone)), own.steps)
-        own.steps, own.lost, own.step_count = own.steps - seconds, own.lost + seconds, own.step_count - gone
-    own.at = step
-
-
-def _count_step(own: Account, step: int, seconds: float, data: float, durations: dict[int, float]) -> None:
-    """Count a step; a visit's first step compiles."""
-    own.at = step
-    own.data += data
-    if not own.compiled:
-        own.compiled = True
-        own.compile += seconds - data
-        return
-    own.steps += seconds - data
-    own.step_count += 1
-    durations[step] = seconds - data
-
-
 def _seconds(event: Mapping[str, Any], name: str = "seconds") -> float:
     value = event.get(name, 0.0)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
@@ -166,13 +151,13 @@ _PARTS = {
     "dispatch": "starting the step (on GPUs it also waits there when the devices have enough to do)",
     "host": "in Python between steps",
 }
-_DATA_SHARE, _HOST_SHARE, _BEHIND_SHARE, _LONG = 0.1, 0.25, 0.05, 3.0
+_LONG = 3.0  # medians from which a step is reported as long
 _FEWEST = 3
 _CAUSE_SHARE, _ONCE_SHARE = 0.1, 0.25
 
 
 def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """Return the medians of each process' steps in seconds, and sentences about the causes of slow steps.
+    """Return the medians of each process' steps in seconds, and sentences about the first process' steps.
 
     Excluded are each process' first step, which compiles, and processes with few steps.
     """
@@ -188,9 +173,15 @@ def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, d
     first = min(medians)
     own, seconds = medians[first], medians[first]["seconds"]
     shares = ", ".join(f"{format_percent(own[part] / (seconds or 1.0))} {words}" for part, words in _PARTS.items())
-    overview = f"A step takes {format_seconds(seconds)} (median of {len(steps[first]):,}): {shares}."
-    costs = [cost.sentence for cost in _step_costs(medians) if cost.share > cost.least]
-    return medians, [overview, *costs, *_long_steps(steps[first])]
+    sentences = [f"A step takes {format_seconds(seconds)} (median of {len(steps[first]):,}): {shares}."]
+    if long := [step for step in steps[first] if _seconds(step) > _LONG * seconds > 0]:
+        worst = max(long, key=_seconds)
+        part = max(_PARTS, key=lambda name: _seconds(worst, name))
+        sentences.append(
+            f"{len(long):,} of these steps took more than {_LONG:.0f} times as long; the longest, step "
+            f"{worst.get('step')}, took {format_seconds(_seconds(worst))}, most of it {_PARTS[part]}."
+        )
+    return medians, sentences
 
 
 def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | None:
@@ -203,82 +194,22 @@ def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | N
     starts = total.start + total.restore + total.compile
     once = starts / max(total.visits, 1)
     steps = (total.steps + total.data) / total.total
-    costs = [(cost.share * steps, cost.cause) for cost in _step_costs(medians)] if medians else []
+    costs: list[tuple[float, str]] = []
+    for rank, own in medians.items():
+        for part, words in (
+            ("data", "input: the devices wait up to {} of a step for batches"),
+            ("host", "python: the devices wait up to {} of a step for Python between steps"),
+        ):
+            share, most = own[part] / (own["seconds"] or 1.0), f", most in process {rank}" * (len(medians) > 1)
+            costs.append((share * steps, words.format(format_percent(share)) + most))
     for seconds, words in (
-        (total.save, "saving: the loop waits {share} of the time for checkpoints"),
-        (total.eval, "evaluations: they take {share} of the time"),
-        (starts - once + total.lost + total.idle, "restarts: they take {share} of the time, with steps done again"),
+        (total.save, "saving: the loop waits {} of the time for checkpoints"),
+        (total.eval, "evaluations: they take {} of the time"),
+        (starts - once + total.lost + total.idle, "restarts: they take {} of the time, with steps done again"),
     ):
-        costs.append((seconds / total.total, words.format(share=format_percent(seconds / total.total))))
+        costs.append((seconds / total.total, words.format(format_percent(seconds / total.total))))
     most, words = max(costs)
     if most >= _CAUSE_SHARE:
         return words
     share = once / total.total
     return f"starting: with compiling it takes {format_percent(share)} of the time" if share >= _ONCE_SHARE else None
-
-
-@dataclass(frozen=True)
-class _Cost:
-    """A cause for which the devices wait in a step, on the process with the longest wait."""
-
-    share: float  # of a step
-    least: float  # the share from which it is reported
-    cause: str  # in a line
-    sentence: str  # the cause and the fix
-
-
-def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[_Cost]:
-    costs: list[_Cost] = []
-    for part, least, waits, does in (
-        (
-            "data",
-            _DATA_SHARE,
-            "input: the devices wait up to {share} of a step for batches",
-            "waits for data {share} of its time: reading or decoding is too slow for the devices",
-        ),
-        (
-            "host",
-            _HOST_SHARE,
-            "python: the devices wait up to {share} of a step for Python between steps",
-            "spends {share} of its time in Python between steps: log, evaluate or save more rarely",
-        ),
-    ):
-        shares = {rank: own[part] / (own["seconds"] or 1.0) for rank, own in medians.items()}
-        rank = max(shares, key=shares.__getitem__)
-        share, most = format_percent(shares[rank]), f", most in process {rank}" if len(medians) > 1 else ""
-        who = f"Process {rank}" if len(medians) > 1 else "It"
-        costs.append(_Cost(shares[rank], least, waits.format(share=share) + most, f"{who} {does.format(share=share)}."))
-    return costs if (late := _holds_up(medians)) is None else [*costs, late]
-
-
-def _holds_up(medians: Mapping[int, Mapping[str, float]]) -> _Cost | None:
-    """Return the cost of a process whose host works much longer than the others before its devices can begin."""
-    own = {rank: one["data"] + one["dispatch"] + one["host"] for rank, one in medians.items()}
-    slowest = max(own, key=own.__getitem__)
-    others = [seconds for rank, seconds in own.items() if rank != slowest]
-    step = medians[slowest]
-    if not others or own[slowest] - statistics.median(others) <= _BEHIND_SHARE * (step["seconds"] or 1.0):
-        return None
-    usual = statistics.median(others)
-    share = (own[slowest] - usual - step["data"] - step["host"]) / (step["seconds"] or 1.0)  # these are counted already
-    return _Cost(
-        share,
-        -math.inf,
-        f"process {slowest}: the others wait {format_percent(share)} of a step for its host",
-        f"Process {slowest} holds the others up: before its devices can begin it works {format_seconds(own[slowest])} "
-        f"a step, the others {format_seconds(usual)}.",
-    )
-
-
-def _long_steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    middle = statistics.median(map(_seconds, steps))
-    long = [step for step in steps if _seconds(step) > _LONG * middle]
-    if not long or not middle:
-        return []
-    worst = max(long, key=_seconds)
-    part = max(_PARTS, key=lambda name: _seconds(worst, name))
-    were = "1 step was" if len(long) == 1 else f"{len(long):,} steps were"
-    return [
-        f"{were} more than {_LONG:.0f} times as long; the longest, step {worst.get('step')}, took "
-        f"{format_seconds(_seconds(worst))}, most of it {_PARTS[part]}."
-    ]

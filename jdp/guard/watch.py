@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jdp.base.progress_file import note_progress
+from jdp.base.notices import note_progress
 from jdp.base.toml import cut
 from jdp.core.cluster.barrier import joined_as
 from jdp.core.cluster.initialize import is_lost_peer
@@ -61,7 +61,7 @@ class Watch:
         self._mark = now
         if self._first and part == "data":
             self.log.event("begin", doing="compile", step=self._step + 1)
-            self.deadline.says("compiling its first step")
+            self.deadline.says(DOING["compile"])
         else:
             self.deadline.says(_NEXT[part])
 
@@ -79,7 +79,7 @@ class Watch:
         """Report the work in `with`, such as "eval", "save", "restore"; its time does not count for the step."""
         start = time.perf_counter()
         self.log.event("begin", doing=doing, step=self._step)
-        with self.deadline.during(_DOING.get(doing, doing)):
+        with self.deadline.during(DOING.get(doing, doing)):
             yield
         now = time.perf_counter()
         self.log.event("end", doing=doing, step=self._step, seconds=round(now - start, 6))
@@ -101,7 +101,16 @@ class Watch:
             _thread.start_new_thread(self.log.event, ("alive",), {"doing": position.doing, "step": position.step})
 
 
-_DOING = {"eval": "evaluating", "save": "saving", "restore": "restoring", "wait": "waiting for a save"}
+DOING = {
+    "eval": "evaluating",
+    "save": "saving",
+    "restore": "restoring",
+    "wait": "waiting for a save to be written",
+    "compile": "compiling or taking its first step",
+    "sample": "writing a sample",
+    "export": "exporting the model",
+}
+"""An activity in the log of events -> its words."""
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 supervisor   starts the processes of a machine, and decides whether a restart can help
 events       the log of events of each process, and of each supervisor
 processes    the processes of one attempt, with their environment; `output` has their lines and log files
-doctor/      the checks of `jdp doctor`
+doctor       the checks of `jdp doctor`
 """
 
 from jdp.launch.processes import Nodes

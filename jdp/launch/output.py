@@ -8,15 +8,16 @@ A log file has the output of the process unchanged. A restarted process gets a n
 `rank-00000.1.log`, its predecessor `rank-00000.2.log`, up to `KEPT_LOGS`.
 """
 
+from __future__ import annotations
+
 import contextlib
-import errno
-import fcntl
-import os
 import re
 import sys
 import time
 from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import IO
 
@@ -40,7 +41,7 @@ class Stream:
     target: IO[bytes]  # the stream that people see
     prefix: bytes  # start of each line there; empty: output is passed on unchanged
     tail: deque[bytes]  # the last lines, shared by the streams of a process
-    log: "Log | None"  # the process' log file, if any, also shared
+    log: Log | None  # the process' log file, if any, also shared
     unfinished: bytes = b""
 
     def write(self, data: bytes) -> None:
@@ -72,75 +73,47 @@ class Outputs:
 
     def streams(self, rank: int, pipes: list[IO[bytes]]) -> list[Stream]:
         """Return the streams of a new process: stdout, and stderr if it is separate."""
-        tail, log = deque[bytes](maxlen=LAST_LINES), None
-        if self.log_dir is not None:
-            log = Log.open(self.log_dir / f"rank-{rank:05}.log")
-        prefix, shared = f"[{rank}] ".encode(), sys.stderr.buffer if self.clean else sys.stdout.buffer
-        first, *others = pipes
-        unchanged = self.separate(rank)
-        target = sys.stdout.buffer if unchanged else shared
-        return [
-            Stream(first, target, b"" if unchanged else prefix, tail, log),
-            *(Stream(pipe, shared, prefix, tail, log) for pipe in others),
-        ]
+        tail = deque[bytes](maxlen=LAST_LINES)
+        log = None if self.log_dir is None else Log(self.log_dir / f"rank-{rank:05}.log")
+        shared = sys.stderr.buffer if self.clean else sys.stdout.buffer
+        streams = [Stream(pipe, shared, f"[{rank}] ".encode(), tail, log) for pipe in pipes]
+        if self.separate(rank):
+            streams[0].target, streams[0].prefix = sys.stdout.buffer, b""
+        return streams
 
 
-@dataclass
 class Log:
     """The log file of one process. A disk error is reported once; the process then continues without a log."""
 
-    file: Path
-    handle: int
-    failed: bool = False
-
-    @staticmethod
-    def open(file: Path) -> "Log | None":
-        """Make the file, and rename an older one; report and return None if it cannot be written."""
-        try:
+    def __init__(self, file: Path) -> None:
+        """Make the file; those of earlier starts get the next number, and the oldest is replaced."""
+        self._file = file
+        self._stream: FileIO | None = None
+        names = [file, *(file.with_suffix(f".{number}.log") for number in range(1, KEPT_LOGS + 1))]
+        with self._reporting():
             file.parent.mkdir(parents=True, exist_ok=True)
-            if _taken(file):
-                say(f"{file} is being written by another jdp launch: this process runs without a log")
-                return None
-            # The log and its predecessors get the next number; the oldest is replaced.
-            names = [file, *(file.with_suffix(f".{number}.log") for number in range(1, KEPT_LOGS + 1))]
             for number in reversed(range(KEPT_LOGS)):
                 if names[number].exists():
                     names[number].replace(names[number + 1])
-            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            say(f"{file} cannot be written: {error.strerror}; the process runs without a log")
-            return None
-        return Log(file, handle)
+            self._stream = file.open("xb", buffering=0)
 
     def write(self, data: bytes) -> None:
-        if self.failed:
-            return
-        try:
-            while data:
-                data = data[os.write(self.handle, data) :]
-        except OSError as error:
-            self.failed = True
-            say(f"{self.file} cannot be written: {error.strerror}; the process runs on without its log")
+        with self._reporting():
+            while self._stream is not None and data:
+                data = data[self._stream.write(data) :]
 
     def close(self, status: str) -> None:
         """Write `status` as the last line, and close the file."""
-        if self.handle >= 0:
-            self.write(f"jdp launch: {time.strftime('%Y-%m-%d %H:%M:%S')} {status}\n".encode())
-            os.close(self.handle)
-            self.handle, self.failed = -1, True
+        self.write(f"jdp launch: {time.strftime('%Y-%m-%d %H:%M:%S')} {status}\n".encode())
+        if self._stream is not None:
+            self._stream.close()
 
-
-def _taken(file: Path) -> bool:
-    """Return True if another launcher holds the lock of this log."""
-    if not file.exists():
-        return False
-    handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-    finally:
-        os.close(handle)
-    return False
+    @contextlib.contextmanager
+    def _reporting(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            say(f"{self._file} cannot be written: {error.strerror}; the process runs without a log")
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = None

@@ -24,7 +24,7 @@ from typing import IO, Self
 
 from jdp.base.errors import UserError
 from jdp.base.machine import cpu_only, listen, visible_gpus
-from jdp.base.progress_file import PROGRESS_FILE
+from jdp.base.notices import PROGRESS_FILE
 from jdp.core.cluster.schedulers import split_address
 from jdp.launch.output import Outputs, Stream
 
@@ -240,51 +240,39 @@ class Nodes:
         split_address(self.coordinator)
 
 
-@dataclass(frozen=True)
-class Part:
-    """The consecutive processes of a cluster on this machine."""
-
-    coordinator: str  # "HOST:PORT" at which process 0 will listen
-    processes: int  # number of processes on all machines
-    here: int  # number of processes on this machine
-    first: int = 0  # index of the first process on this machine
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first, self.first + self.here)
-
-
-def part_of(nodes: Nodes | None, processes: int) -> Part:
-    """Return this machine's part of an attempt; a single machine uses a free port."""
-    if nodes is not None:
-        return Part(nodes.coordinator, nodes.count * processes, processes, nodes.rank * processes)
-    with listen(LOOPBACK, 0) as server:
-        return Part(f"{LOOPBACK}:{server.getsockname()[1]}", processes, processes)
-
-
 def environments(
-    environment: Mapping[str, str], part: Part, devices: int | None, *, restarts: int, folder: Path
+    environment: Mapping[str, str],
+    nodes: Nodes | None,
+    processes: int,
+    devices: int | None,
+    *,
+    restarts: int,
+    folder: Path,
 ) -> dict[int, dict[str, str]]:
-    """Return the environment of each process: its number, the coordinator's address, and its devices.
+    """Return the environment of each of this machine's processes, by its number in the cluster.
 
-    `restarts` is the number of previous attempts; the processes report their progress in `folder`.
+    It has the number, the coordinator's address (on a single machine a free port), and the process' devices. `restarts`
+    is the number of previous attempts; the processes report their progress in `folder`.
     """
+    if nodes is None:
+        with listen(LOOPBACK, 0) as server:
+            nodes = Nodes(1, 0, f"{LOOPBACK}:{server.getsockname()[1]}")
     shared = dict(environment) | {
-        "JDP_COORDINATOR": part.coordinator,
-        "JDP_NUM_PROCESSES": str(part.processes),
+        "JDP_COORDINATOR": nodes.coordinator,
+        "JDP_NUM_PROCESSES": str(nodes.count * processes),
         "JDP_RESTARTS": str(restarts),
         "PYTHONUNBUFFERED": "1",
     }
     gpus = visible_gpus(environment)
     if gpus:
-        own = [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in _split_gpus(gpus, part.here, devices)]
+        own = [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in _split_gpus(gpus, processes, devices)]
     elif devices is not None:
-        own = [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}] * part.here
+        own = [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}] * processes
     else:
-        own = [{"JAX_PLATFORMS": "cpu"} if cpu_only(environment) else {}] * part.here
+        own = [{"JAX_PLATFORMS": "cpu"} if cpu_only(environment) else {}] * processes
     return {
         rank: shared | {"JDP_PROCESS_ID": str(rank), PROGRESS_FILE: str(folder / f"progress.{rank}")} | devices_of
-        for rank, devices_of in zip(part.ranks, own, strict=True)
+        for rank, devices_of in enumerate(own, nodes.rank * processes)
     }
 
 

@@ -30,10 +30,10 @@ from types import FrameType
 from typing import Any
 
 from jdp.base.errors import UserError
-from jdp.base.progress_file import JOINED, read_progress
+from jdp.base.notices import JOINED, read_progress
 from jdp.launch.events import EventLog
 from jdp.launch.output import Outputs, say
-from jdp.launch.processes import Child, Nodes, Processes, environments, part_of
+from jdp.launch.processes import Child, Nodes, Processes, environments
 
 TRY_AGAIN, MISMATCH, SOFTWARE_ERROR, INTERRUPTED = 75, 78, 70, 130
 FINAL = (1, 2, MISMATCH, INTERRUPTED, -signal.SIGINT)
@@ -100,13 +100,15 @@ def launch(
         restarts = Restarts(max_restarts, reports_progress, folder, several_nodes=nodes is not None, log=event_log)
         with recorded_signals() as signals:
             while True:
-                part = part_of(nodes, processes)
-                variables = environments(start, part, devices_per_process, restarts=restarts.made, folder=folder)
+                variables = environments(
+                    start, nodes, processes, devices_per_process, restarts=restarts.made, folder=folder
+                )
                 with Processes(command, variables, outputs) as running:
                     watch(running, signals, grace_seconds)
                 if (cause := running.cause) is None:
                     break
-                report(cause, part.processes, signals, running.children, event_log)
+                count = processes * (1 if nodes is None else nodes.count)
+                report(cause, count, signals, running.children, event_log)
                 if signals or not restarts.another(cause.status):
                     return restarts.exit_code(cause.status)
         if nodes is not None and (folder / JOINED).exists():
@@ -154,9 +156,7 @@ def report(cause: Child, processes: int, signals: Sequence[int], children: Seque
         return
     why = ""
     if cause.aborted:
-        still = ", ".join(str(child.rank) for child in children if child.stopped)
-        more = f"; process {still} had not ended, and may hang" if still else ""
-        why = f" (JAX aborts a process when a peer is gone; no process failed in another way{more})"
+        why = " (JAX aborts a process when a peer is gone; no process failed in another way)"
     early = [str(child.rank) for child in children if child.ended < cause.ended and child.status == 0]
     if early and (cause.aborted or cause.status == SOFTWARE_ERROR):
         why += f" (process {', '.join(early)} had left before it, with exit code 0: all must take the same steps)"

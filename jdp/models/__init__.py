@@ -6,23 +6,20 @@ Configurations and sizes by name need no JAX; models and their functions are imp
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jdp.models.configs import GPTConfig, MLPConfig, ModelConfig, ResNetConfig, ViTConfig
-from jdp.models.sizes import SIZES
+from jdp.models.configs import SIZES, GPTConfig, MLPConfig, ModelConfig, ResNetConfig, ViTConfig
 
 if TYPE_CHECKING:
-    from jdp.models.construction import build, parameter_count
+    from jdp.models.construction import MLP, build, parameter_count
     from jdp.models.decode import generate
     from jdp.models.gpt import GPT
+    from jdp.models.images import ResNet, ViT
     from jdp.models.losses import classification_loss, linear_next_token_loss, next_token_loss
-    from jdp.models.mlp import MLP
-    from jdp.models.resnet import ResNet
-    from jdp.models.vit import ViT
 
 _HOMES = {
     "GPT": "gpt",
-    "MLP": "mlp",
-    "ResNet": "resnet",
-    "ViT": "vit",
+    "MLP": "construction",
+    "ResNet": "images",
+    "ViT": "images",
     "build": "construction",
     "classification_loss": "losses",
     "generate": "decode",

@@ -1,8 +1,9 @@
-"""The configurations of the models, which need no JAX, and the rules for them and for the models' inputs.
+"""Configurations of the models, their rules, their sizes by name, and lower bounds of sizes; none of these needs JAX.
 
 A broken rule is one error with the rule, the values given and the fix.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -29,18 +30,22 @@ def require(holds: bool, rule: str, given: str, fix: str) -> None:
 
 
 def _check_fields(config: Any) -> None:
-    """Raise ValueError unless each field is in range: integers, choices (by their types) and rates."""
+    """Raise ValueError unless each field is in range: integers and their tuples, choices, rates, other numbers."""
     for name, kind in get_type_hints(type(config)).items():
         value, allowed = getattr(config, name), _values_of(kind)
         if kind in (int, int | None):
             fits = (type(value) is int and value > 0) or (value is None and kind is not int)
             require(fits, f"{name} is a positive integer", repr(value), "Raise it")
+        elif kind == tuple[int, ...]:
+            fits = type(value) is tuple and all(type(size) is int and size > 0 for size in value)
+            require(fits, f"{name} is a tuple of positive integers", repr(value), "Write (2, 2)")
         elif allowed:
             require(value in allowed, f"there is no {name} of that name", repr(value), f"Choose one of {allowed}")
-        elif name == "dropout":
-            require(0.0 <= value < 1.0, "dropout is a rate in [0, 1)", f"{value}", "0 turns it off")
-        elif name == "norm_eps":
-            require(value > 0, "norm_eps is positive", f"{value}", "1e-5 is usual")
+        elif name in ("dropout", "norm_momentum"):
+            require(0.0 <= value < 1.0, f"{name} is a rate in [0, 1)", f"{value}", "Lower it")
+        elif kind in (float, float | None) and value is not None:
+            fits = value > 0 or (value == 0 and name == "position_std")
+            require(fits, f"{name} is positive", f"{value}", "Raise it")
 
 
 def _values_of(kind: Any) -> tuple[Any, ...]:
@@ -160,48 +165,24 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        require(self.rope_theta > 0, "rope_theta is positive", f"{self.rope_theta}", "10000 is usual")
-        require(self.position_std >= 0, "position_std is not negative", f"{self.position_std}", "0.01 is usual")
-        require(self.lora_alpha > 0, "lora_alpha is positive", f"{self.lora_alpha}", "16 is usual")
         if self.lora_targets is not None:
             among = tuple(name for name in get_args(LoRATarget) if name != "gate" or self.gated)
             fits = bool(self.lora_targets) and set(self.lora_targets) <= set(among)
             require(fits, "lora_targets are kernels of a layer", f"{self.lora_targets}", f"Choose among {among}")
             rule = "lora_targets is for updates"
             require(self.lora_rank is not None, rule, "no rank", "Set lora_rank, or remove it")
-        self._check_heads()
-        self._check_rope_scaling()
-
-    def _check_heads(self) -> None:
-        width, heads, kv_heads = self.width, self.heads, self.key_value_heads
         if self.head_dim is None:
-            _require_divisor("heads", heads, "width", width)
-        require(
-            heads % kv_heads == 0,
-            "kv_heads must divide heads",
-            f"heads({heads}) % kv_heads({kv_heads}) = {heads % kv_heads}",
-            f"Choose kv_heads among {[n for n in range(1, heads + 1) if heads % n == 0]}",
-        )
-        require(
-            self.positions != "rotary" or self.head_width % 2 == 0,
-            "rotary positions turn pairs of elements, so a head's width must be even",
-            f"width({width}) / heads({heads}) = {self.head_width}" if self.head_dim is None else f"{self.head_dim}",
-            "Change width, heads or head_dim, or use learned positions",
-        )
-
-    def _check_rope_scaling(self) -> None:
-        if self.rope_factor is None:
-            return
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        require(self.rope_factor > 0, "rope_factor is positive", f"{self.rope_factor}", "Llama 3.1 has 8")
-        require(
-            0 < low < high,
-            "rope_low_freq_factor is positive and less than rope_high_freq_factor",
-            f"{low} and {high}",
-            "Llama 3.1 has 1 and 4",
-        )
-        rotary = self.positions == "rotary"
-        require(rotary, "rope_factor scales rotary positions", f'positions = "{self.positions}"', "Remove one")
+            _require_divisor("heads", self.heads, "width", self.width)
+        _require_divisor("kv_heads", self.key_value_heads, "heads", self.heads)
+        rotary, given = self.positions == "rotary", f"{self.head_width}"
+        rule = "rotary positions turn pairs of elements, so a head's width must be even"
+        fix = "Change width, heads or head_dim, or use learned positions"
+        require(not rotary or self.head_width % 2 == 0, rule, given, fix)
+        if self.rope_factor is not None:
+            require(rotary, "rope_factor scales rotary positions", f'positions = "{self.positions}"', "Remove one")
+            low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+            rule = "rope_low_freq_factor is less than rope_high_freq_factor"
+            require(low < high, rule, f"{low} and {high}", "Llama 3.1 has 1 and 4")
 
     @property
     def head_width(self) -> int:
@@ -250,9 +231,6 @@ class MLPConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        require(type(self.hidden) is tuple, "hidden is a tuple of sizes", repr(self.hidden), "Write (512, 512)")
-        positive = all(type(size) is int and size > 0 for size in self.hidden)
-        require(positive, "hidden sizes are positive integers", repr(self.hidden), "Raise the others")
 
 
 EXPANSION = 4
@@ -294,12 +272,8 @@ class ResNetConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        require(type(self.blocks) is tuple, "blocks is a tuple, one number a stage", repr(self.blocks), "Write (2, 2)")
-        positive = self.blocks and all(type(count) is int and count > 0 for count in self.blocks)
-        require(bool(positive), "blocks are positive integers", repr(self.blocks), "Remove empty stages")
         _check_fields(self)
-        decays = 0.0 <= self.norm_momentum < 1.0
-        require(decays, "norm_momentum is in [0, 1)", f"{self.norm_momentum}", "0.9 is usual")
+        require(len(self.blocks) > 0, "a ResNet has one stage at least", "blocks = ()", "Write (2, 2)")
 
     @property
     def features(self) -> int:
@@ -363,3 +337,105 @@ class ViTConfig:
 
 ModelConfig: TypeAlias = GPTConfig | MLPConfig | ResNetConfig | ViTConfig
 """The configuration of any model that experiments train."""
+
+# GPT-2 has 50257 = 29 * 1733 tokens. Padded to 50304 = 2**7 * 3 * 131, the table's largest dim divides over up to 128
+# devices and fills tensor-core tiles; the 47 further rows are never a target, and their logits learn to be low.
+PADDED_GPT2_VOCABULARY = 50_304
+
+SIZES: dict[str, ModelConfig] = {
+    # Bytes as tokens; every modern component at small size. 0.8 M parameters: minutes on two CPU cores.
+    "gpt-nano": GPTConfig(vocab_size=256, context=256, layers=4, width=128, heads=4, kv_heads=2, tied=True),
+    # GPT-2 small (Radford et al. 2019; openai/gpt-2). With vocab_size=50257 it has OpenAI's 124,439,808 parameters.
+    "gpt2-124m": GPTConfig(
+        vocab_size=PADDED_GPT2_VOCABULARY,
+        context=1024,
+        layers=12,
+        width=768,
+        heads=12,
+        positions="learned",
+        activation="gelu",
+        norm="layer",
+        tied=True,
+        bias=True,
+    ),
+    # The body of Llama 3.2 1B (meta-llama/Llama-3.2-1B, config.json) with GPT-2's vocabulary. 1.08 B parameters.
+    "gpt-1b": GPTConfig(
+        vocab_size=PADDED_GPT2_VOCABULARY,
+        context=2048,
+        layers=16,
+        width=2048,
+        heads=32,
+        kv_heads=8,
+        mlp_width=8192,
+        tied=True,
+        rope_theta=500_000.0,
+        remat="full",
+    ),
+    # Llama 3 8B (arXiv:2407.21783, table 3). 8,030,261,248 parameters.
+    "llama-8b": GPTConfig(
+        vocab_size=128_256,
+        context=8192,
+        layers=32,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        mlp_width=14_336,
+        rope_theta=500_000.0,
+        remat="full",
+    ),
+    # 28 x 28 pixels to ten classes.
+    "mlp": MLPConfig(features_in=784, hidden=(512, 512), features_out=10),
+    # scikit-learn's digits, 8 x 8 greys: the paper's CIFAR network (section 4.2) of 14 layers. 174,970 parameters.
+    "resnet-digits": ResNetConfig(classes=10, blocks=(2, 2, 2), width=16, image_size=8, channels=1, stem="small"),
+    # Table 1 of arXiv:1512.03385, with torchvision's 11,689,512 and 25,557,032 parameters.
+    "resnet-18": ResNetConfig(classes=1000, blocks=(2, 2, 2, 2)),
+    "resnet-50": ResNetConfig(classes=1000, blocks=(3, 4, 6, 3), block="bottleneck"),
+    # The same digits in 16 patches.
+    "vit-digits": ViTConfig(
+        classes=10, layers=4, width=64, heads=4, patch=2, image_size=8, channels=1, pool="mean", dropout=0.1
+    ),
+    # DeiT-S's shape (arXiv:2012.12877, table 1), 22,050,664 parameters; table 1 of arXiv:2010.11929, 86,567,656.
+    "vit-s16": ViTConfig(classes=1000, layers=12, width=384, heads=6, patch=16),
+    "vit-b16": ViTConfig(classes=1000, layers=12, width=768, heads=12, patch=16),
+}
+
+
+def parameter_lower_bound(config: ModelConfig) -> int:
+    """Return a lower bound of the number of parameters: the large matrices, 80 to 100 % of `parameter_count`.
+
+    It refuses a model that is too large before a trace: ten million unscanned blocks take hours, and XLA crashes
+    on 10**18 layers.
+    """
+    match config:
+        case GPTConfig():
+            width, heads = config.width, (config.heads + config.key_value_heads) * config.head_width
+            layer = 2 * width * heads + (3 if config.gated else 2) * width * config.hidden_width
+            positions = config.context if config.positions == "learned" else 0
+            ends = config.vocab_size * (1 if config.tied else 2) + positions
+            return config.layers * layer + ends * width
+        case MLPConfig():
+            sizes = (config.features_in, *config.hidden, config.features_out)
+            return sum(before * after for before, after in itertools.pairwise(sizes))
+        case ResNetConfig():  # the convolutions and the head, without the first block's fewer inputs
+            total = config.features * config.classes
+            for stage, count in enumerate(config.blocks):
+                square = (config.width * 2 ** min(stage, 64)) ** 2  # beyond that it is too many anyway
+                basic = (2 * count - 1) * 9 * square
+                bottleneck = count * (9 + EXPANSION) * square + (count - 1) * 4 * square
+                total += basic if config.block == "basic" else bottleneck
+            return total
+        case ViTConfig():
+            layer = 4 * config.width**2 + 2 * config.width * (config.mlp_width or 4 * config.width)
+            ends = config.patches + config.patch**2 * config.channels + config.classes
+            return config.layers * layer + ends * config.width
+
+
+def traced_layers(config: ModelConfig) -> int:
+    """Return the number of layers to trace and compile; scanned layers count as one."""
+    match config:
+        case MLPConfig():
+            return len(config.hidden) + 1
+        case ResNetConfig():
+            return sum(config.blocks)
+        case _:
+            return 1 if config.scan else config.layers

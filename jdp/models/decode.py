@@ -1,11 +1,8 @@
 """Generate text, with a cache of keys and values, or without it beyond the context.
 
-With the cache, `prefill` runs the prompt and keeps each layer's keys and values, with room for `capacity` positions.
-`step` runs one token: it writes keys and values at its position, and attends to all positions up to it. Shapes are
-constant, so each is compiled once. Their logits equal those of a call of the model on all tokens so far. `stream`
-yields the tokens, and `continued` returns them from one program, in which the model may be sharded.
-
-A prompt may be padded at its end, because a position is written before a query sees it.
+With the cache, `prefill` runs the prompt, and `step` one token. Shapes are constant, so each is compiled once. Their
+logits equal those of a call of the model on all tokens so far. `stream` yields the tokens, and `continued` returns them
+from one program. A prompt may be padded at its end, because a position is written before a query sees it.
 """
 
 from __future__ import annotations
@@ -135,12 +132,7 @@ def _through_layers(block: Block, model: GPT, x: jax.Array, cache: Cache | None)
             made.append(each)
         return x, made
     assert not isinstance(cache, list)
-
-    def one(x: jax.Array, each: tuple[Layer, KeyValues | None]) -> tuple[jax.Array, KeyValues]:
-        layer, kept = each
-        return block(layer, x, kept)
-
-    return jax.lax.scan(one, x, (layers, cache))
+    return jax.lax.scan(lambda x, each: block(each[0], x, each[1]), x, (layers, cache))
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "draw"))

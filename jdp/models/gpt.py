@@ -1,9 +1,5 @@
 """A decoder-only transformer; GPT-2 and Llama differ in fields of its configuration.
 
-An embedding; in each layer attention and feed-forward, with a norm before each and a residual addition after; a last
-norm and the logits. The configuration is in `jdp.models.configs`, the layers are in `jdp.models.transformer`, the
-loss in `jdp.models.losses`.
-
 Dtypes: the embedding table's dtype is the dtype of the activations and of the matrix products. Softmax, norms, rotary
 angles and logits are float32, as is the sum of a token's gradients over its occurrences.
 
@@ -43,8 +39,7 @@ class GPT(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embed = Embedding(config, rngs=rngs)
-        residual_std = INIT_STD / math.sqrt(2 * config.layers)  # two kernels a layer write to the residual stream
-        layer = LayerSpec(config, std=INIT_STD, residual_std=residual_std)
+        layer = LayerSpec(config, std=INIT_STD, residual_std=INIT_STD / math.sqrt(2 * config.layers))
         self.layers = make_layers(layer, rngs.params())
         self.final_norm = layer.make_norm()
         width, vocabulary = config.width, config.vocab_size
@@ -81,12 +76,17 @@ class GPT(nnx.Module):
         Raises:
             ValueError: as for a call of the model.
         """
-        _check_tokens(tokens, self.config)
+        given, most = f"{tokens.dtype}{list(tokens.shape)}", self.config.context
+        fits = tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)
+        require(fits, "tokens are integers [batch, length]", given, "Pass token numbers, with a batch dim")
+        fix = "Shorten it, or raise context"
+        require(tokens.shape[1] <= most, f"a sequence has at most context({most}) tokens", given, fix)
+        packed = None
         if segments is not None:
-            given, rule = f"{segments.dtype}{list(segments.shape)}", "segments are integers {}, as the tokens"
             fits = segments.shape == tokens.shape and jnp.issubdtype(segments.dtype, jnp.integer)
-            require(fits, rule.format(list(tokens.shape)), given, "Number each row's documents")
-        packed = None if segments is None else Segments.of(segments)
+            rule, given = f"segments are integers {list(tokens.shape)}, as the tokens", f"{segments.dtype}"
+            require(fits, rule, f"{given}{list(segments.shape)}", "Number each row's documents")
+            packed = Segments.of(segments)
         x = self.embed(tokens, None if packed is None else packed.position)
         return self.final_norm(run_layers(self.layers, x, self.config, rng, packed))
 
@@ -150,11 +150,3 @@ class Embedding(nnx.Module):
             rows = self.positions[:first].astype(jnp.float32)
             x = plus_to_each(x, rows) if position is None else x + rows[position]
         return x.astype(table.dtype)
-
-
-def _check_tokens(tokens: jax.Array, config: GPTConfig) -> None:
-    given = f"{tokens.dtype}{list(tokens.shape)}"
-    is_tokens = tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)
-    require(is_tokens, "tokens are integers [batch, length]", given, "Pass token numbers, with a batch dim")
-    fits = tokens.ndim == 2 and tokens.shape[1] <= config.context
-    require(fits, f"a sequence has at most context({config.context}) tokens", given, "Shorten it, or raise context")

@@ -2,12 +2,12 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes, traced_shards
+from jdp.core.sharding.mesh import traced_device, traced_model_axes, traced_shards
 from jdp.models.configs import require
 from jdp.models.modules import product
 
@@ -86,10 +86,8 @@ def linear_next_token_loss(
     if count == 1 and traced_device().platform == "cpu":
         return next_token_loss(product(_FORWARD[tied], features, head), targets, weights)
     weights, shards = weights.astype(jnp.float32), math.gcd(traced_shards(), batch)
-
-    split = [in_chunks(x, count, of_chunk, shards) for x in (features, targets, weights)]
-    total: jax.Array = _chunked(tied, split[0], head, *split[1:])
-    return total, jnp.sum(weights)
+    x, *rest = (in_chunks(x, count, of_chunk, shards) for x in (features, targets, weights))
+    return _chunked(tied, x, head, *rest), jnp.sum(weights)
 
 
 def chunks(batch: int, length: int, vocabulary: int, chunk_bytes: int) -> tuple[int, int]:
@@ -139,18 +137,10 @@ _TO_FEATURES = {True: "...v,vd->...d", False: "...v,dv->...d"}
 _TO_HEAD = {True: "stv,std->svd", False: "stv,std->sdv"}
 
 
-class _Slopes(NamedTuple):
-    """Residuals for the gradient of a chunked total: nats and the total's slopes, chunked like the operands."""
-
-    nats: jax.Array
-    features: jax.Array
-    head: jax.Array
-
-
 def _chunked_forward(
     tied: bool, features: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, _Slopes]:
-    """Return the total over chunks, with its slopes: features [chunks, shards, rows, positions, width], others similar.
+) -> tuple[jax.Array, Any]:
+    """Return the total over chunks, and its nats and slopes: features [chunks, shards, rows, positions, width].
 
     The head's gradient is summed over chunks separately for each shard of the batch, so devices sum it once.
     """
@@ -168,13 +158,14 @@ def _chunked_forward(
     zeros = jnp.zeros((features.shape[1], *table.shape), jnp.float32)
     (total, of_head), (nats, of_features) = jax.lax.scan(add, (jnp.float32(0), zeros), (features, targets, weights))
     of_head = of_head[:, : head.shape[0], : head.shape[1]].sum(axis=0).astype(head.dtype)
-    return total, _Slopes(nats, of_features, of_head)
+    return total, (nats, of_features, of_head)
 
 
-def _chunked_backward(tied: bool, slopes: _Slopes, cotangent: jax.Array) -> tuple[Any, ...]:
+def _chunked_backward(tied: bool, residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[Any, ...]:
     del tied
-    of_features, of_head = ((x.astype(jnp.float32) * cotangent).astype(x.dtype) for x in (slopes.features, slopes.head))
-    return of_features, of_head, None, slopes.nats * cotangent
+    nats, *slopes = residuals
+    of_features, of_head = ((x.astype(jnp.float32) * cotangent).astype(x.dtype) for x in slopes)
+    return of_features, of_head, None, nats * cotangent
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -213,11 +204,7 @@ def _of_chunk(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _in_one_pass(logits: jax.Array, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return logsumexp(logits) and the sum of `terms` over the last dim, in one reduction.
-
-    A maximum and a sum scaled by it are updated together (arXiv:1805.02867, algorithm 3), which saves a read of the
-    logits.
-    """
+    """Return logsumexp(logits) and the sum of `terms` over the last dim, in one reduction (arXiv:1805.02867)."""
 
     def combine(first: tuple[jax.Array, ...], second: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top = jnp.maximum(first[0], second[0])

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import DotAlgorithmPreset
 
 from jdp.core.rematerialisation import STATISTICS
-from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes, traced_shards
+from jdp.core.sharding.mesh import traced_device, traced_model_axes, traced_shards
 
 
 @dataclass(frozen=True)
@@ -122,19 +122,13 @@ class Norm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         if self.center:
-            y = y - _kept(jnp.mean(y, axis=-1, keepdims=True))
+            y = y - checkpoint_name(jnp.mean(y, axis=-1, keepdims=True), STATISTICS)
         root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        y = y * (_kept(root) if self.center else root)
-        scale = self.scale[...].astype(jnp.float32)
-        y = y * scale
+        y = y * (checkpoint_name(root, STATISTICS) if self.center else root)  # an RMS norm's is recomputed
+        y = y * self.scale[...].astype(jnp.float32)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
-
-
-def _kept(statistic: jax.Array) -> jax.Array:
-    """Keep a layer norm's statistic for the backward pass; an RMS norm's is recomputed."""
-    return checkpoint_name(statistic, STATISTICS)
 
 
 def product(equation: str, x: jax.Array, table: jax.Array) -> jax.Array:

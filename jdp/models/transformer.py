@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jdp.core.layers import looped
 from jdp.core.rematerialisation import ATTENTION
-from jdp.core.sharding.traced_mesh import traced_device
+from jdp.core.sharding.mesh import traced_device
 from jdp.models.attention import attend
 from jdp.models.configs import GPTConfig, ViTConfig
 from jdp.models.modules import Linear, LoRA, Norm, dropout, mapped

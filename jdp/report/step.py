@@ -242,8 +242,7 @@ def _spread(block: Block, others: Sequence[Block], waiting: Sequence[tuple[float
 def waits(timeline: Timeline) -> list[tuple[float, float]]:
     """Return (start, end) of each wait of the compute lane, in order.
 
-    These are the longest gaps of the lane, until they add up to the step's waiting for other devices and the host. A
-    long program keeps only its longest events, and the gaps that the others leave are not waits.
+    These are the longest gaps of the lane, until they add up to the step's waiting for other devices and the host.
     """
     computing = sorted((e.start, e.start + e.seconds) for e in timeline.events if e.lane == COMPUTE)
     gaps, free = list[tuple[float, float]](), 0.0

@@ -15,17 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jdp.core.make_step import make_eval_step
 from jdp.core.state import TrainState
-from jdp.core.step import Step
+from jdp.core.step import Step, make_eval_step
 from jdp.data import Source, batch_count
-from jdp.data.order import sample_index
+from jdp.data.batches import sample_index
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.losses import eval_loss_of
 from jdp.experiment.schema.fields import ALL
 from jdp.experiment.schema.train import BITS_PER_BYTE, PERPLEXITY
-from jdp.run.outputs.metrics import numbers
+from jdp.run.metrics import numbers
 
 Row = dict[str, float]
 

@@ -31,7 +31,7 @@ from jdp.experiment.schema.model import HF
 from jdp.guard.deadline import TRY_AGAIN
 from jdp.guard.diagnosis import LOGS
 from jdp.launch.events import EVENT_LOGS
-from jdp.run.outputs.metrics import EVENTS, JSONL, replace_file
+from jdp.run.metrics import EVENTS, JSONL, replace_file
 
 FILE = "experiment.toml"
 LOCK = ".lock"

@@ -20,7 +20,7 @@ import jax
 
 from jdp.base.notices import notice, warn
 from jdp.checkpoint import CheckpointError, Checkpoints
-from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.checkpoint.stored import COMMITTED
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
@@ -29,8 +29,8 @@ from jdp.guard.deadline import Deadline
 from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, Claim, changed, claimed, disk_trouble
-from jdp.run.outputs.metrics import check_installed
-from jdp.run.outputs.terminal import Display
+from jdp.run.metrics import check_installed
+from jdp.run.outputs import Display
 from jdp.run.progress import Progress, check_record
 from jdp.run.signals import StopRequest
 from jdp.run.visit import Visit

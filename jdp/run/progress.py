@@ -27,7 +27,7 @@ from jdp.experiment.schema.train import Train
 from jdp.guard.time_account import account
 from jdp.launch.events import EVENT_LOGS, read
 from jdp.run.evaluation import Best, Row
-from jdp.run.outputs.terminal import clock
+from jdp.run.outputs import clock
 
 
 @dataclass

@@ -18,7 +18,7 @@ from jdp.guard.time_account import account
 from jdp.launch.events import EVENT_LOGS, history
 from jdp.launch.events import read as read_events
 from jdp.run.folder import CHECKPOINTS, FILE, flat
-from jdp.run.outputs.metrics import JSONL, SAMPLES, read
+from jdp.run.metrics import JSONL, SAMPLES, read
 
 if TYPE_CHECKING:
     from jdp.report.run import Run

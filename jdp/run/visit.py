@@ -27,10 +27,8 @@ from jdp.guard.watch import Watch
 from jdp.run.bad_steps import Health
 from jdp.run.evaluation import Evaluation
 from jdp.run.folder import SUMMARY, Claim, changed, record
-from jdp.run.outputs import samples
-from jdp.run.outputs.metrics import Metrics, json_safe, numbers, replace_file, start_tracker
-from jdp.run.outputs.profiler import Profile
-from jdp.run.outputs.terminal import Display
+from jdp.run.metrics import Metrics, json_safe, numbers, replace_file, start_tracker
+from jdp.run.outputs import Display, Profile, SampleWriter, write_samples
 from jdp.run.progress import Progress, devices_of, ending, introduction, summary
 from jdp.run.signals import Stopped, StopRequest
 from jdp.run.weights import export
@@ -54,7 +52,7 @@ class Visit:
         self.experiment, self.folder = self.assembly.experiment, self.claim.folder
         self.ended = self.progress.finished(self.experiment)  # the last step of the visit is done
         self.health = Health(self.assembly, self.progress, self.watch, self.display.say)
-        self._evaluation, self._writer = Evaluation(self.assembly), samples.Writer(self.assembly)
+        self._evaluation, self._writer = Evaluation(self.assembly), SampleWriter(self.assembly)
         self._clock: Clock
         self._feed: Feed
 
@@ -294,7 +292,7 @@ class Visit:
         done = self.progress.done
         with self.watch.during("sample"):
             rows = self._writer.rows(state, done)
-        self._write(lambda: samples.write(self.folder, done, rows))
+        self._write(lambda: write_samples(self.folder, done, rows))
         for row in rows:
             self.display.show_text(title, row["text"])
 

@@ -22,18 +22,16 @@ from jdp.base.user_path import PathError, user_path
 from jdp.checkpoint import CheckpointError, Checkpoints, restore_params
 from jdp.checkpoint.errors import on_first_process
 from jdp.checkpoint.safetensors import files
-from jdp.checkpoint.safetensors.config_table import read_json, write_json
-from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names
-from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
-from jdp.checkpoint.safetensors.hugging_face_config import check_written, differences, read
-from jdp.checkpoint.safetensors.lora import merge_lora
-from jdp.checkpoint.safetensors.names import Names
-from jdp.checkpoint.safetensors.transfer import GENERATION, export_hf, import_safetensors
+from jdp.checkpoint.safetensors.config import NAME as CONFIG
+from jdp.checkpoint.safetensors.config import check_written, differences, read
+from jdp.checkpoint.safetensors.files import read_json, write_json
+from jdp.checkpoint.safetensors.names import Names, gpt2_names, llama_names
+from jdp.checkpoint.safetensors.transfer import GENERATION, export_hf, import_safetensors, merge_lora
 from jdp.checkpoint.single import replace_folder
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.plan import Plan
 from jdp.core.state import TrainState, trained_part
-from jdp.core.update.optimizer_checks import first_state
+from jdp.core.update.optimizer import first_state
 from jdp.data.text.tokenizers import BESIDE, BYTES, byte_tokenizer, open_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
 from jdp.experiment.assembly import Assembly

@@ -24,7 +24,7 @@ from trainings import plan_of as _plan_of
 
 import jdp
 from jdp.base.tree_paths import path_of
-from jdp.core.update.optimizer_checks import check_update, products
+from jdp.core.update.optimizer import check_update, products
 
 ROWS, FEATURES, OUT = 16, 32, 16
 

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import tokenizers
 
-from jdp.data.text.documents import find_text, text_documents
+from jdp.data.text.documents import find, text_documents, text_files
 
 
 def parquet(file, table):
@@ -32,6 +32,6 @@ def word_tokenizer(file, *words):
 
 
 def read_corpus(source, *, field="text"):
-    found = find_text(source)
+    found = find(source, text_files)
     names, documents = zip(*text_documents(found, field), strict=True)
     return SimpleNamespace(name=found.name, names=names, documents=documents)

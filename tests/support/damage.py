@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdp.checkpoint.format import checksums
+from jdp.checkpoint import stored
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def cut(file):
 
 def vouch(step):
     """Write a checkpoint's checksums anew, so that what was changed in it is taken for what was saved."""
-    checksums.commit(step, checksums.hash_share(step, 0, 1))
+    stored.commit(step, stored.hash_share(step, 0, 1))
 
 
 def flipped(leaf, device, *, word=0, bit=0):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from jdp.cli.main import main
-from jdp.run.outputs.terminal import Display
+from jdp.run.outputs import Display
 
 FAULTS = json.loads(sys.argv[1])
 WHO = f"{os.environ['JDP_RESTARTS']}:{os.environ['JDP_PROCESS_ID']}"

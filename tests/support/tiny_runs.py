@@ -8,7 +8,7 @@ import pytest
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
 from jdp.run import signals
-from jdp.run.outputs.metrics import read
+from jdp.run.metrics import read
 
 
 def train(file, *arguments, name=None, runs="runs"):

@@ -10,25 +10,21 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.machine import portions
-from jdp.base.notices import warn
-from jdp.base.progress_file import note_progress
-from jdp.base.words import is_integer
+from jdp.base.notices import note_progress, warn
+from jdp.checkpoint.content import Source
 from jdp.checkpoint.errors import CheckpointError, DamagedError
-from jdp.checkpoint.format.content import Source
 from jdp.checkpoint.memory import host
-from jdp.checkpoint.memory.exchange import Generation, received
-from jdp.checkpoint.memory.generation import FILES, Index, Key, Slot, head, indexes, packed, remove, unpacked
-from jdp.checkpoint.memory.host import RunFolder
-from jdp.checkpoint.memory.layout import Layout, layout
+from jdp.checkpoint.memory.host import Index, Key, RunFolder, Slot, packed, unpacked
+from jdp.checkpoint.memory.parts import Generation, Layout, layout, received
 from jdp.core.cluster.barrier import from_every_process, from_first_process
 from jdp.core.sharding.host_memory import is_on_host, to_host
 
@@ -36,11 +32,6 @@ _T = TypeVar("_T")
 _AT_ONCE = 2**30
 """Bytes in transit through pinned memory; one part may be larger."""
 _PINNED_FOR = ("gpu", "cuda", "tpu")
-
-
-def check_every(steps: int) -> None:
-    if not is_integer(steps) or steps < 0:
-        raise UserError(f"keep_in_memory is a number of steps, 0 or more; given {steps!r}. 0 keeps no copies.")
 
 
 class MemoryCopies:
@@ -60,7 +51,7 @@ class MemoryCopies:
         self._restored = math.inf
         self._here: dict[Path, Index] = {}  # parts of earlier visits on this host
         if name := from_first_process("the name of the run in memory", host.folder_of(directory)):
-            self._here = indexes(self._open(name).path)
+            self._here = host.indexes(self._open(name).path)
         self._found = self._survey()
 
     @property
@@ -115,9 +106,9 @@ class MemoryCopies:
         newest = None if any(slot.step >= 0 for slot in self._slots) else max(self._found, default=None)
         self._here = {file: index for file, index in self._here.items() if index.key == newest}
         self._found = {key: has for key, has in self._found.items() if key == newest}
-        for file in folder.path.glob(FILES) if self._represents_host else ():
+        for file in folder.path.glob(host.FILES) if self._represents_host else ():
             if file not in self._here and not file.name.startswith(self._visit):
-                remove(file)
+                host.remove(file)
         plan, problem = self._layout(arrays, folder)
         slot, parts = min(self._slots, key=lambda slot: slot.step), list[np.ndarray]()
         try:
@@ -134,9 +125,9 @@ class MemoryCopies:
             _copy(mine, [places[each[:2]] for each in mine], {path: moved})
         slot.step = step
         numbers = [number for _, number, _ in (*plan.own, *plan.kept)]
-        self._committing = self._worker.submit(
-            slot.commit, head((step, self._visit), table, record, plan), numbers, parts
-        )
+        grids = {path: astuple(grid) for path, grid in plan.grids.items()}
+        head = {"key": (step, self._visit), "table": table, "record": record, "grids": grids, "total": plan.total}
+        self._committing = self._worker.submit(slot.commit, head, numbers, parts)
         self._committing.add_done_callback(lambda done: done.exception() or note_progress(step))
         return True
 
@@ -164,7 +155,7 @@ class MemoryCopies:
         self._found = {key: has for key, has in self._found.items() if key[0] <= last}
         for file in [file for file, index in self._here.items() if index.key[0] > last]:
             del self._here[file]
-            remove(file)
+            host.remove(file)
         for slot in self._slots:
             if slot.step > last:
                 self._wait()
@@ -177,11 +168,9 @@ class MemoryCopies:
         newest = max((*self.steps, *(slot.step for slot in self._slots)), default=-1)
         if self._folder is None:
             return
-        self._folder.close()
         self._slots, self._here = [], {}  # they map the files
-        if newest <= stored:
-            self._folder.remove()
-        else:
+        self._folder.close(remove=newest <= stored)
+        if newest > stored:
             older = f"checkpoint {stored}" if stored >= 0 else "no checkpoint"
             warn(
                 f"step {newest} stays in {self._folder.path} for the next start, while storage has {older}; remove "

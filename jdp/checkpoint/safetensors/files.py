@@ -21,8 +21,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jdp.base.machine import portions
-from jdp.checkpoint.errors import CheckpointError
-from jdp.checkpoint.safetensors.config_table import read_json
+from jdp.base.user_path import check_regular
+from jdp.checkpoint.errors import CheckpointError, write_error
 
 SUFFIX = ".safetensors"
 _INDEX = ".index.json"
@@ -244,3 +244,29 @@ def _read_index(index: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
 
 def _index_path(path: Path) -> Path:
     return path.with_name(path.name + _INDEX)
+
+
+# JSON files beside them.
+
+
+def read_json(file: Path) -> Any:
+    """Return the content of a JSON file; None if there is no such file."""
+    try:
+        if file.exists():
+            check_regular(file)
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} is damaged: it is not JSON ({str(error)[:100]}). Copy or download it again."
+        ) from error
+
+
+def write_json(file: Path, keys: Mapping[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise write_error(f"{file} was not written", error) from error

@@ -1,4 +1,4 @@
-"""Export weights to safetensors files and import them, tensor by tensor.
+"""Export weights to safetensors files and import them, tensor by tensor; merge LoRA's updates before an export.
 
 Export gathers each tensor from the devices, joins, transposes and writes it before the next. So the host holds one
 tensor at a time, and with several processes each device one complete parameter or layer. Import reads every device's
@@ -18,21 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
+from jdp.base.errors import UserError, public
 from jdp.base.notices import warn
-from jdp.base.public import public
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.user_path import user_path
 from jdp.base.words import nearest
+from jdp.checkpoint.content import by_path, check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
-from jdp.checkpoint.format.trees import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.safetensors import files
-from jdp.checkpoint.safetensors.config_table import read_json, write_json
-from jdp.checkpoint.safetensors.files import Stored
-from jdp.checkpoint.safetensors.hugging_face import hf_names
-from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
-from jdp.checkpoint.safetensors.hugging_face_config import differences, gpt_config_from_hf, read, written
-from jdp.checkpoint.safetensors.names import Names, Tensor, check_cover, file_shape, part_shape, resolve
+from jdp.checkpoint.safetensors.config import NAME as CONFIG
+from jdp.checkpoint.safetensors.config import differences, gpt_config_from_hf, read, written
+from jdp.checkpoint.safetensors.files import Stored, read_json, write_json
+from jdp.checkpoint.safetensors.names import Names, Tensor, check_cover, file_shape, hf_names, part_shape, resolve
 from jdp.core.cluster.barrier import meet
+from jdp.core.sharding.host_memory import on_device
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.models import GPTConfig
@@ -162,6 +161,108 @@ def export_hf(
 
 
 @public()
+def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
+    """Add each update to its kernel and remove the updates: a plain model for `export_hf`.
+
+    A kernel becomes kernel + lora_alpha / lora_rank * lora_a @ lora_b (arXiv:2106.09685, section 4.1), computed in
+    float32 and rounded to its own dtype; it keeps its sharding.
+
+    Args:
+        params: the parameters of a `jdp.models.GPT` as nested dicts, or a state; not abstract.
+        config: the model's configuration, with `lora_rank`.
+
+    Returns:
+        The parameters as nested dicts, and their configuration. Parameters without an update share their arrays with
+        `params`: a step that donates the state invalidates both.
+
+    Raises:
+        CheckpointError: the parameters are abstract, or an update has another rank.
+        ValueError: the model or the parameters have no updates.
+    """
+    if config.lora_rank is None:
+        raise UserError("merge_lora takes a model with LoRA updates; given lora_rank=None. Export the model unmerged.")
+    tree = params.params if isinstance(params, TrainState) else params
+    if not isinstance(tree, Mapping):
+        raise UserError(
+            f"merge_lora takes a state, or parameters as nested dicts; given a {type(tree).__name__}. "
+            "Pass one of these."
+        )
+    check_values(weights_of(tree))
+    scale, merged = config.lora_alpha / config.lora_rank, 0
+
+    def plain(node: Any) -> Any:
+        nonlocal merged
+        if not isinstance(node, Mapping):
+            return node
+        rest = {name: plain(inner) for name, inner in node.items() if name not in ("lora_a", "lora_b")}
+        if "lora_a" in node:
+            kernel, merged = node["kernel"], merged + 1
+            *stacked, width_in, width_out = kernel.shape if kernel.ndim > 1 else (0, 0)
+            wanted = (*stacked, width_in, config.lora_rank), (*stacked, config.lora_rank, width_out)
+            if wanted != (node["lora_a"].shape, node["lora_b"].shape):
+                raise CheckpointError(
+                    f"An update of rank {config.lora_rank} fits its kernel; given a kernel {list(kernel.shape)} with "
+                    f"lora_a {list(node['lora_a'].shape)} and lora_b {list(node['lora_b'].shape)}. Pass the parameters "
+                    "of this configuration."
+                )
+            add = jax.jit(_add, out_shardings=getattr(kernel, "sharding", None))
+            rest["kernel"] = add(*(on_device(node[name]) for name in ("kernel", "lora_a", "lora_b")), scale)
+        return rest
+
+    found = plain(tree)
+    if not merged:
+        raise UserError(
+            "merge_lora takes parameters with LoRA updates; given parameters without updates. Pass the parameters of "
+            "this configuration."
+        )
+    return found, replace(config, lora_rank=None, lora_targets=None)
+
+
+def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+    product = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return (kernel.astype(jnp.float32) + scale * product).astype(kernel.dtype)
+
+
+def _check_dtype(dtype: Any) -> None:
+    try:
+        is_float = dtype is None or jnp.issubdtype(np.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise CheckpointError(f"Weights are cast to a floating-point dtype; given dtype={dtype!r}. Pass jnp.bfloat16.")
+
+
+def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
+    """Return a tensor in the file's form, on this host."""
+    parts = list[np.ndarray]()
+    for leaf, layer in ((leaves[part.path], part.layer) for part in tensor.parts):
+        if not isinstance(leaf, jax.Array):
+            parts.append(np.asarray(leaf if layer is None else leaf[layer]))
+            continue
+        # An array keeps its host copy while it lives, and the state's arrays live on.
+        array = leaf.copy() if layer is None else _layer(leaf, layer)
+        local = array.is_fully_addressable
+        parts.append(np.asarray(array) if local else process_allgather(array, tiled=True))
+    joined = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    return np.swapaxes(joined, -1, -2) if tensor.transposed else joined
+
+
+_layer = jax.jit(functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False))
+
+
+def weights_of(tree: PyTree) -> dict[str, Any]:
+    """Return weights by slash path; for a state, its parameters and model state."""
+    leaves = by_path(tree.params, tree.model_state) if isinstance(tree, TrainState) else by_path(tree)
+    for path, leaf in leaves.items():
+        if not hasattr(leaf, "dtype"):
+            raise CheckpointError(f"Weights are arrays; {path} is {leaf!r}. Remove it, or make it an array.")
+    return leaves
+
+
+# Import.
+
+
+@public()
 def import_safetensors(
     path: str | Path,
     target: PyTree,
@@ -212,8 +313,7 @@ def import_safetensors(
         del stored[name]
     _check_copies(expected, stored, path)
     _grow(expected, stored, leaves, path)
-    _check_stored(expected, stored, leaves, missing, path)
-    sources = _sources(expected, stored, leaves)
+    sources = _sources(expected, stored, leaves, missing, path)
     check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
     read = {leaf_path: _read_leaf(leaf_path, leaves[leaf_path], source) for leaf_path, source in sources.items()}
 
@@ -223,54 +323,6 @@ def import_safetensors(
     if not isinstance(target, TrainState):
         return filled(target)
     return replace(target, params=filled(target.params), model_state=filled(target.model_state))
-
-
-def weights_of(tree: PyTree) -> dict[str, Any]:
-    """Return weights by slash path; for a state, its parameters and model state."""
-    trees, leaves = [tree], dict[str, Any]()
-    if isinstance(tree, TrainState):
-        trees = [tree.params, tree.model_state]
-    for key, leaf in (pair for each in trees for pair in jax.tree.leaves_with_path(each)):
-        path = path_of(key)
-        if path in leaves:
-            raise CheckpointError(f"Every weight needs its own path; two have {path}. Rename one.")
-        if not hasattr(leaf, "dtype"):
-            raise CheckpointError(f"Weights are arrays; {path} is {leaf!r}. Remove it, or make it an array.")
-        leaves[path] = leaf
-    return leaves
-
-
-# Export.
-
-
-def _check_dtype(dtype: Any) -> None:
-    try:
-        is_float = dtype is None or jnp.issubdtype(np.dtype(dtype), jnp.floating)
-    except TypeError:
-        is_float = False
-    if not is_float:
-        raise CheckpointError(f"Weights are cast to a floating-point dtype; given dtype={dtype!r}. Pass jnp.bfloat16.")
-
-
-def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
-    """Return a tensor in the file's form, on this host."""
-    parts = list[np.ndarray]()
-    for leaf, layer in ((leaves[part.path], part.layer) for part in tensor.parts):
-        if not isinstance(leaf, jax.Array):
-            parts.append(np.asarray(leaf if layer is None else leaf[layer]))
-            continue
-        # An array keeps its host copy while it lives, and the state's arrays live on.
-        array = leaf.copy() if layer is None else _layer(leaf, layer)
-        local = array.is_fully_addressable
-        parts.append(np.asarray(array) if local else process_allgather(array, tiled=True))
-    joined = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-    return np.swapaxes(joined, -1, -2) if tensor.transposed else joined
-
-
-_layer = jax.jit(functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False))
-
-
-# Import.
 
 
 @dataclass(frozen=True)
@@ -328,29 +380,32 @@ def _grow(names: Names, stored: dict[str, Stored], leaves: Mapping[str, Any], pa
             warn(f"{name} has {tensor.shape[0]} tokens in {path}, {tokens} in the model: {added}")
 
 
-def _check_stored(
-    names: Names,
-    stored: Mapping[str, Stored],
-    leaves: Mapping[str, Any],
-    missing: Sequence[str],
-    path: Path,
-) -> None:
-    """Check that the file has exactly the model's tensors, in its shapes; not only some layers of a parameter."""
-    present = {part.path for name, tensor in names.tensors.items() if name in stored for part in tensor.parts}
+def _sources(
+    names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], missing: Sequence[str], path: Path
+) -> dict[str, dict[int | None, _Source]]:
+    """Return the source of each parameter, or each layer of it, that the file has.
+
+    The file must have exactly the model's tensors, in its shapes; not only some layers of a parameter.
+    """
+    sources: dict[str, dict[int | None, _Source]] = {}
     for name, tensor in names.tensors.items():
-        needed = (part.path in present or not matches(part.path, missing) for part in tensor.parts)
-        if name not in stored and any(needed):
-            closest = nearest(name, stored, "; its closest name is ", cutoff=0.0).rstrip("?")
-            raise CheckpointError(
-                f"{path} has no {name}, which holds {tensor.parts[0].path}"
-                f"{closest if stored else '; it has no tensors'}. Pass the names of this file."
-            )
-        wanted = file_shape(tensor, leaves)
+        wanted, first = file_shape(tensor, leaves), 0
         if name in stored and stored[name].shape != wanted:
             paths = " + ".join(part.path for part in tensor.parts)
             raise CheckpointError(
                 f"{path} has {name} as {list(stored[name].shape)}, but the model's {paths} needs {list(wanted)}. Build "
                 "the model with the sizes of the file."
+            )
+        for part in tensor.parts if name in stored else ():
+            sources.setdefault(part.path, {})[part.layer] = _Source(stored[name], tensor.transposed, first)
+            first += part_shape(part, leaves)[-1] if len(tensor.parts) > 1 else 0
+    for name, tensor in names.tensors.items():
+        needed = (part.path in sources or not matches(part.path, missing) for part in tensor.parts)
+        if name not in stored and any(needed):
+            closest = nearest(name, stored, "; its closest name is ", cutoff=0.0).rstrip("?")
+            raise CheckpointError(
+                f"{path} has no {name}, which holds {tensor.parts[0].path}"
+                f"{closest if stored else '; it has no tensors'}. Pass the names of this file."
             )
     for name, tensor in stored.items():
         if name not in names.tensors and name not in names.copies and not matches(name, names.ignored):
@@ -358,18 +413,6 @@ def _check_stored(
                 f"{path} has {name} {tensor.dtype}{list(tensor.shape)}, which the model does not use. Build the "
                 f"file's model, or skip the tensor: ignore=({name!r},)."
             )
-
-
-def _sources(
-    names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any]
-) -> dict[str, dict[int | None, _Source]]:
-    """Return the source of each parameter, or each layer of it, that the file has."""
-    sources: dict[str, dict[int | None, _Source]] = {}
-    for name, tensor in names.tensors.items():
-        first = 0
-        for part in tensor.parts if name in stored else ():
-            sources.setdefault(part.path, {})[part.layer] = _Source(stored[name], tensor.transposed, first)
-            first += part_shape(part, leaves)[-1] if len(tensor.parts) > 1 else 0
     return sources
 
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import jax
 
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, public
 from jdp.base.machine import provide_threads
-from jdp.base.progress_file import note_joined
-from jdp.base.public import public
+from jdp.base.notices import note_joined
+from jdp.core.cluster.agreement import check_environment
 from jdp.core.cluster.barrier import LostPeer, coordination_client, end_threads, joined_as
-from jdp.core.cluster.handshake import check_environment
 from jdp.core.cluster.roll_call import RollCall, bind_address, wait_for_coordinator
 from jdp.core.cluster.schedulers import Cluster, find_cluster, split_address
 

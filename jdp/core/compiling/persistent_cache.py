@@ -20,9 +20,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jdp.base.disk_cache import default_folder, make_folder, others_may_write, without_home
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, public
 from jdp.base.notices import notice, warn
-from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.base.words import is_integer
 from jdp.core.cluster.barrier import from_every_process, from_first_process, joined_as, meet

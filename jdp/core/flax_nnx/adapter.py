@@ -4,15 +4,20 @@ A module is split once, at initialisation, and merged only while a step is trace
 filter of nnx (`wrt`) selects, are parameters. `nnx.RngState` is not part of the state: every merge seeds it from the
 step's key. All other variables (BatchNorm statistics) and arrays that are plain attributes are model state, which the
 step returns changed. Variables that a call adds to the module (`sow`) are dropped, and reported.
+
+Batch norms are synchronised over devices that each see their own rows: `nnx.BatchNorm` with an axis name averages the
+devices' means. With a mask, this is the mean over all rows only if every device masks the same number. So sums and
+counts are reduced instead (`_Masked`).
 """
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.core.meta import Partitioned
 from flax.linen.spmd import LogicallyPartitioned, logical_to_mesh_axes
@@ -22,9 +27,7 @@ from jax.sharding import PartitionSpec
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.tree_paths import path_of
-from jdp.core.flax_nnx.changes import is_unchanged
-from jdp.core.flax_nnx.norms import synchronise
-from jdp.core.flax_nnx.structure import structure_of
+from jdp.core.flax_nnx.changes import is_unchanged, structure_of
 
 Flat = dict[tuple[Any, ...], Any]
 
@@ -59,7 +62,11 @@ class Adapter:
             filled[path] = with_value(variable, value)
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
         for _, norm in _batch_norms(module):
-            synchronise(norm, sync_axes)
+            if norm.axis_name is not None:
+                notice("jdp replaces BatchNorm's axis_name by the axes of the batch")
+            norm.axis_name = cast(Any, sync_axes or None)  # None: statistics of the local rows only
+            if sync_axes:  # nnx's own setter would add an attribute
+                object.__setattr__(norm, "__class__", _masked(type(norm)))
         if rng is None:
             module.eval()
         elif not keep_mode:
@@ -122,13 +129,14 @@ def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[
         model = init(rng)
     if isinstance(model, nnx.Module):
         return model, metadata(model)
+    is_box = lambda leaf: isinstance(leaf, Partitioned)  # noqa: E731
     specs: list[tuple[str, PartitionSpec]] = []
-    for path, box in jax.tree.leaves_with_path(model, is_leaf=_is_box):
+    for path, box in jax.tree.leaves_with_path(model, is_leaf=is_box):
         if isinstance(box, LogicallyPartitioned):
             specs.append((path_of(path), logical_to_mesh_axes(box.names, box.rules) or PartitionSpec()))
-        elif _is_box(box):
+        elif is_box(box):
             specs.append((path_of(path), box.get_partition_spec()))
-    unboxed = jax.tree.map(lambda x: x.value if _is_box(x) else x, model, is_leaf=_is_box)
+    unboxed = jax.tree.map(lambda x: x.value if is_box(x) else x, model, is_leaf=is_box)
     return unboxed, tuple((path, spec) for path, spec in specs if spec)
 
 
@@ -150,10 +158,6 @@ def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
     return PartitionSpec(*(None,) * missing, *spec)
 
 
-def _is_box(leaf: Any) -> bool:
-    return isinstance(leaf, Partitioned)
-
-
 def split(model: Any, wrt: Any = None) -> tuple[Any, Any, Adapter | None]:
     """Split a module into (params, model_state, adapter); another pytree gives (itself, {}, None).
 
@@ -171,7 +175,7 @@ def split(model: Any, wrt: Any = None) -> tuple[Any, Any, Adapter | None]:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
             name, fix = "/".join(map(str, path)), "Make it a plain attribute of the module"
             raise UserError(f"A variable of the model holds arrays; {name} holds {leaf!r}. {fix}.")
-    model_state = jax.tree.map(jax.numpy.asarray, nested(state))
+    model_state = jax.tree.map(jnp.asarray, nested(state))
     shapes = {path: _shape(leaf) for path, leaf in variables.items()}
     averages = ((*path, name) for path, _ in _batch_norms(model) for name in ("mean", "var"))
     synchronised = frozenset("/".join(map(str, path)) for path in averages)
@@ -211,7 +215,7 @@ def _others(variables: Flat, wrt: Any) -> frozenset[tuple[Any, ...]]:
         if isinstance(leaf, nnx.Param | nnx.RngState | nnx.BatchStat) or not selects(path, leaf):
             return False
         dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(value_of(leaf))]
-        return bool(dtypes) and all(x is not None and jax.numpy.issubdtype(x, jax.numpy.floating) for x in dtypes)
+        return bool(dtypes) and all(x is not None and jnp.issubdtype(x, jnp.floating) for x in dtypes)
 
     return frozenset(path for path, leaf in variables.items() if is_other(path, leaf))
 
@@ -254,12 +258,12 @@ def _report_modes(module: nnx.Module) -> None:
 def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
     """Return a new key or a zero counter for an RNG variable; in evaluation mode nothing draws from the key."""
     aval = variable.get_value()
-    if not jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jax.numpy.zeros(aval.shape, aval.dtype)
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(aval.shape, aval.dtype)
     key = jax.random.fold_in(jax.random.key(0) if rng is None else rng, index)
     if not aval.shape:
         return key
-    each = jax.numpy.arange(math.prod(aval.shape))
+    each = jnp.arange(math.prod(aval.shape))
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(each).reshape(aval.shape)
 
 
@@ -283,3 +287,52 @@ def nested(flat: Flat) -> dict[str, Any]:
             node = node.setdefault(key, {})
         node[last] = value
     return tree
+
+
+class _Masked(nnx.BatchNorm):
+    """nnx.BatchNorm whose statistics with a mask are those of all devices' rows together."""
+
+    def __call__(
+        self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None
+    ) -> jax.Array:
+        running = self.use_running_average if use_running_average is None else use_running_average
+        if mask is None or running or running is None:
+            return super().__call__(x, use_running_average, mask=mask)
+        scale, bias = (None if v is None else v[...] for v in (self.scale, self.bias))
+        x, mean, _, scale, bias = self.promote_dtype((x, self.mean[...], self.var[...], scale, bias), dtype=self.dtype)
+        features = {dim % x.ndim for dim in (self.axis if isinstance(self.axis, tuple) else (self.axis,))}
+        mean, var = self._statistics(x, tuple(dim for dim in range(x.ndim) if dim not in features), mask)
+        for average, new in ((self.mean, mean), (self.var, var)):
+            average[...] = self.momentum * average[...] + (1 - self.momentum) * new
+        shape = [size if dim in features else 1 for dim, size in enumerate(x.shape)]
+        factor = jax.lax.rsqrt(var + self.epsilon).reshape(shape)
+        y = (x - mean.reshape(shape)) * (factor if scale is None else factor * scale.reshape(shape))
+        return (y if bias is None else y + bias.reshape(shape)).astype(x.dtype)
+
+    def _statistics(self, x: jax.Array, dims: tuple[int, ...], mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return mean and variance over `dims` of the unmasked elements, in float32 or wider; NaN if all are masked."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mask = mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape)
+        counted = jnp.broadcast_to(mask, [x.shape[i] if i in dims else size for i, size in enumerate(mask.shape)])
+        count = jnp.sum(counted, axis=dims, dtype=wide.dtype)  # one number, unless features have masks of their own
+
+        def means(*terms: jax.Array) -> list[jax.Array]:
+            sums = jnp.stack([jnp.sum(term, axis=dims, where=counted) for term in terms])
+            total = jnp.concatenate([sums.ravel(), count.ravel()])  # one small collective
+            total = jax.lax.psum(total, self.axis_name, axis_index_groups=self.axis_index_groups)
+            return list(total[: sums.size].reshape(sums.shape) / total[sums.size :].reshape(count.shape))
+
+        if self.use_fast_variance:
+            mean, square = means(wide, jnp.square(wide))
+            return mean, jnp.maximum(square - jnp.square(mean), 0.0)
+        [mean] = means(wide)
+        [var] = means(jnp.square(wide - jnp.expand_dims(mean, dims)))
+        return mean, var
+
+
+@cache
+def _masked(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
+    """Return a class with `_Masked` between `kind` and nnx.BatchNorm, so that `super()` in a subclass finds it."""
+    if issubclass(_Masked, kind):
+        return _Masked
+    return cast(Any, type(kind.__name__, (cast(Any, kind), _Masked), {}))

@@ -1,26 +1,30 @@
-"""Changes that a call makes in NNX modules while JAX traces the call in a scan or a checkpoint.
+"""Changes that a call makes in NNX modules while JAX traces it in a scan or a checkpoint; modules of equal structure.
 
 Inside a `jax.lax.scan` or a `jax.checkpoint` NNX refuses to change a variable that was made outside, because the new
 value would be a tracer that outlives its trace. So the call gets a copy of its argument, built from the arrays of the
 trace (`Flattened.unflatten`), and the variables in its closure hold such arrays meanwhile (`substituted`). The changes
 leave the trace as arrays, and are then written into the original variables (`Flattened.write`, `assign`).
+
+A step that was compiled for one module serves another of equal structure (`structure_of`). NNX compares functions by
+identity, but a lambda in a module's `__init__` is another object in every instance. So two functions are equal here if
+they run the same code on the same values.
 """
 
 import functools
 import types
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
+from flax.nnx.graphlib import Static
 from flax.nnx.tracers import TraceState
 
 from jdp.base.errors import UserError
-from jdp.core.flax_nnx.structure import is_filled
 
 Path = tuple[Any, ...]
 Record = list[tuple[Path, Any]]
@@ -46,10 +50,6 @@ class Flattened:
             for slot, node in enumerate(self.nodes)
             for path, array in jax.tree.leaves_with_path(node)
         ]
-
-    @property
-    def variables(self) -> list[nnx.Variable[Any]]:
-        return [node for node in self.nodes if isinstance(node, nnx.Variable)]
 
     def unflatten(self, arrays: Iterable[Any]) -> Any:
         """Return a copy of the tree with `arrays` instead; a variable shared in the tree is shared in the copy."""
@@ -98,15 +98,11 @@ def flatten(tree: Any) -> Flattened:
     return Flattened(tree, treedef, [path for path, _ in leaves], nodes, [slot_of[id(node)] for _, node in leaves])
 
 
-def closed_over(call: Any, excluding: Iterable[nnx.Variable[Any]]) -> list[nnx.Variable[Any]]:
+def closed_over(call: Any, excluding: Iterable[Any]) -> list[nnx.Variable[Any]]:
     """Return the variables, except parameters and `excluding`, that `call` can reach and change."""
-    excluded = {id(variable) for variable in excluding}
-    reached = {id(variable): variable for variable in _reached(call, set(), 1)}
-    return [
-        variable
-        for key, variable in reached.items()
-        if key not in excluded and not isinstance(variable, nnx.Param) and variable._can_update  # pyright: ignore[reportPrivateUsage]
-    ]
+    excluded, reached = {*map(id, excluding)}, {id(variable): variable for variable in _reached(call, set(), 1)}
+    others = [variable for key, variable in reached.items() if key not in excluded]
+    return [x for x in others if not isinstance(x, nnx.Param) and x._can_update]  # pyright: ignore[reportPrivateUsage]
 
 
 def is_unchanged(before: Any, after: Any) -> bool:
@@ -116,7 +112,6 @@ def is_unchanged(before: Any, after: Any) -> bool:
 
 
 def values(variables: Sequence[nnx.Variable[Any]]) -> list[Any]:
-    """Return the values of the variables: arrays, or trees of them."""
     return [variable.get_raw_value() for variable in variables]
 
 
@@ -186,7 +181,7 @@ def _reached(thing: Any, seen: set[int], objects: int) -> Iterator[nnx.Variable[
 
 def _of_function(function: types.FunctionType) -> list[Any]:
     """Return the objects that a function refers to: filled cells, defaults, the function it wraps, globals."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     named = (function.__globals__.get(name) for name in _names(function.__code__))
     own = [
@@ -199,7 +194,6 @@ def _of_function(function: types.FunctionType) -> list[Any]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that code and the code inside it use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -211,7 +205,6 @@ def _is_variable(node: Any) -> bool:
 
 
 def _put(tree: Any, path: Path, value: Any) -> None:
-    """Set the value at `path` in a tree, by attribute, key or index."""
     *parents, last = path
     for key in parents:
         tree = getattr(tree, key.name) if isinstance(key, jax.tree_util.GetAttrKey) else tree[_index(key)]
@@ -223,3 +216,59 @@ def _put(tree: Any, path: Path, value: Any) -> None:
 
 def _index(key: Any) -> Any:
     return key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """An object that cannot be hashed, compared by its identity."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def structure_of(graphdef: nnx.GraphDef[Any]) -> Hashable:
+    """Return a value that is equal, and of equal hash, for the graphdefs of modules of equal structure."""
+    pairs = ((name, attr.value if isinstance(attr, Static) else attr) for name, attr in graphdef.attributes)
+    return tuple(graphdef.nodes), tuple((name, _comparable(value)) for name, value in pairs)
+
+
+def _comparable(value: Any) -> Hashable:
+    match value:
+        case types.FunctionType():
+            cells = value.__closure__ or ()
+            if not cells and "<locals>" not in value.__qualname__:
+                return value
+            if not all(map(_is_filled, cells)):
+                return _Identity(value)
+            code, bound = value.__code__, [cell.cell_contents for cell in cells]
+            values = (value.__defaults__ or (), value.__kwdefaults__ or {}, bound)
+            return (code, code.co_filename, id(value.__globals__), *map(_comparable, values))
+        case functools.partial():
+            partial = cast("functools.partial[Any]", value)
+            return (functools.partial, *map(_comparable, (partial.func, partial.args, partial.keywords)))
+        case tuple() | list():
+            return (type(value), *map(_comparable, cast("tuple[Any, ...]", value)))
+        case dict():
+            entries = cast("dict[Any, Any]", value)
+            return (dict, *((key, _comparable(entries[key])) for key in sorted(entries, key=repr)))
+        case _:
+            pass
+    with suppress(TypeError):
+        hash(value)
+        return value
+    if is_dataclass(value) and not isinstance(value, type) and "__eq__" in vars(type(value)):
+        return (type(value), *(_comparable(getattr(value, each.name)) for each in fields(value) if each.compare))
+    return _Identity(value)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    """Return False for a variable of a closure that is not bound yet."""
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -1,7 +1,7 @@
 """One or several models as the arguments of one loss, for a custom loop.
 
-In such a loop `Models` replaces an `Adapter`. Modules keep their mode (`train()`, `eval()`), and changes that a call
-makes in them are written back into the loop's modules, as by NNX' own transformations.
+Modules keep their mode (`train()`, `eval()`), and changes that a call makes in them are written back into the loop's
+modules, as by NNX' own transformations.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,29 +47,24 @@ class Models:
         return tuple(merged(index, adapter) for index, adapter in enumerate(self.adapters))
 
     def changed(self, models: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the model state of each model after the call; {} for a plain pytree."""
         pairs = zip(self.adapters, models, strict=True)
         return tuple({} if adapter is None else adapter.changed(model) for adapter, model in pairs)
 
     def written(self, params: Sequence[Any], models: Sequence[Any]) -> list[tuple[str, Any, Any]]:
-        """Return (path, value before, value after) of the parameters that the call set, of all models."""
         triples = zip(self.adapters, params, models, strict=True)
         own = [() if adapter is None else adapter.written(tree, model) for adapter, tree, model in triples]
         return [(path_in_model(n, len(own), path), *pair) for n, found in enumerate(own) for path, *pair in found]
 
     @property
     def named(self) -> frozenset[str]:
-        """Paths of all models' parameters that only `wrt` makes parameters."""
         return self._paths("named")
 
     @property
     def has_statistics(self) -> bool:
-        """Whether calls may change variables that are neither parameters nor random streams."""
         return any(adapter.has_statistics for adapter in filter(None, self.adapters))
 
     @property
     def synchronised(self) -> frozenset[str]:
-        """Paths of the averages of all models' batch norms."""
         return self._paths("synchronised")
 
     def _paths(self, name: str) -> frozenset[str]:
@@ -78,7 +73,6 @@ class Models:
 
     @property
     def batch_statistics(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the running averages of all models' batch norms."""
         return tuple(shape for adapter in filter(None, self.adapters) for shape in adapter.batch_statistics)
 
 
@@ -92,7 +86,6 @@ def gradient_state(adapter: Adapter, grads: Any) -> nnx.State[Any, Any]:
 
 
 def write_back(module: nnx.Module, adapter: Adapter, before: Any, after: Any) -> None:
-    """Write the changes of a call in a module's state, beside its parameters, into the module."""
     changed = {}
     for path, variable in adapter.variables.items():
         if is_model_state(variable) and path not in adapter.others:

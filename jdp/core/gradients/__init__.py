@@ -26,7 +26,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │     params                        its shard at rest (collectives.to_replica_view reshapes what enters)
        │     batch                         rows = R / D: [R / D, ...]
        ▼
-       accumulate.py   step_gradients      from here on one code, with the `Collectives` of the view (spec.py):
+       accumulate.py   step_gradients      from here on one code, with the `Collectives` of the view (collectives.py):
        │
        │     collective   auto: a constraint to       manual, by collectives.py, encoded by wire.py
        │     gather       the compute spec            all_gather over data; none where rest = compute
@@ -39,7 +39,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │                                   zero3          the shard at rest, p: gathered in 2
        │
        │  2. for each microbatch           K = 1: the batch. Else [rows, ...] → [K, rows / K, ...] and a lax.scan that
-       │     │                             carries gradients, sums and the model state that changes (microbatch.py)
+       │     │                             carries gradients, sums and the model state that changes (accumulate.py)
        │     ├─ loss_call.py  TracedLoss   the loss as a function of weights: shard → gather → S, c (boundary.py), at
        │     │   │                         the top or, in scan_layers, layer by layer (core/layer_loop.py)
        │     │   └─ loss_fn                (model, batch, rng) → Loss → Sums (float32), model state afterwards
@@ -51,10 +51,10 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │  3. reduce (ddp, zero1), finish   Σ∇total: S at rest, r, summed over the batch axes; of frozen parameters none
        │
        │  4. sum, average                  Sums of all R rows; under manual the mean of floating-point model state that
-       │                                   changed (model_state.py)
+       │                                   changed (loss_call.py)
        ▼
        core/step.py    _train              gradients / Σweight in float32 → norm → clip → optimizer, at rest →
-                                           the old state where a value is not finite (update/guarded.py)
+                                           the old state where a value is not finite (update/optimizer.py)
     new state, metrics                     params S at rest, p; metrics: global
 
 Under manual, on several devices, a layer loop gathers one layer ahead and reduces one layer behind, in every strategy.

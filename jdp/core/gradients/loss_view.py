@@ -23,12 +23,18 @@ from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss, traced_dtype, with_outputs
-from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError
-from jdp.core.gradients.model_state import names_of
+from jdp.core.gradients.collectives import GradientSpec
+from jdp.core.gradients.loss_call import (
+    LossForm,
+    LossWithAux,
+    names_of,
+    shape_of,
+    trace_loss,
+    traced_dtype,
+    with_outputs,
+)
+from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError, drawn_like
 from jdp.core.gradients.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
-from jdp.core.gradients.spec import GradientSpec
-from jdp.core.gradients.trial_values import drawn_like
 from jdp.core.gradients.views import chosen_view, on_every_device
 from jdp.core.plan import Plan
 from jdp.core.reading.jaxprs import every_eqn, user_line

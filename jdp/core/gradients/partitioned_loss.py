@@ -21,13 +21,13 @@ from jdp.base.words import Partitioning
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global, local_numbers
 from jdp.core.cluster.agreement import passed, processes_of
 from jdp.core.compiling.options import CompilerValue
+from jdp.core.gradients.collectives import GradientSpec
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_view import TrialOnce, Values, View, form_of, settle_view
-from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.views import REQUESTED, evaluated, view_gradients
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
-from jdp.core.sharding.traced_mesh import tracing_on
+from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import AnyState
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree

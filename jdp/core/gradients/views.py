@@ -16,10 +16,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.words import Partitioning
 from jdp.core.gradients.accumulate import evaluate, step_gradients
-from jdp.core.gradients.collectives import ManualCollectives, from_replica_view, replica_view_spec, to_replica_view
-from jdp.core.gradients.loss_call import LossForm, LossWithAux, Sums
-from jdp.core.gradients.model_state import changed_leaves
-from jdp.core.gradients.spec import Collectives, GradientSpec
+from jdp.core.gradients.collectives import (
+    Collectives,
+    GradientSpec,
+    ManualCollectives,
+    from_replica_view,
+    replica_view_spec,
+    to_replica_view,
+)
+from jdp.core.gradients.loss_call import LossForm, LossWithAux, Sums, changed_leaves
 from jdp.core.plan import Plan
 from jdp.core.sharding.placement import keep_axes
 from jdp.core.state import trained_part, with_trained

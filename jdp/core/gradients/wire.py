@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jdp.base.words import Encoding
 from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.traced_mesh import batch_axes
+from jdp.core.sharding.mesh import batch_axes
 from jdp.core.types import PyTree
 
 BLOCK = 256

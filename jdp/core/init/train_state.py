@@ -1,27 +1,29 @@
-"""Make the train state sharded from the start, by one jitted program: every device computes the shard that it keeps.
+"""Make the train state sharded from the start, and report the parameters that are not sharded as the strategy says.
 
 JAX's partitionable random numbers depend on the key and the element's index alone, so the weights are bitwise the same
 on any mesh.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdp.base.errors import UserError
-from jdp.base.notices import notice
-from jdp.base.public import public
+from jdp.base.errors import UserError, public
+from jdp.base.formatting import format_bytes, listed
+from jdp.base.notices import notice, warn
 from jdp.core import flax_nnx
-from jdp.core.init.sharding_report import report_placements, report_products
 from jdp.core.init.trees import check_init, check_tree, key_of_init, made_sharded, resolve, typed_key
 from jdp.core.plan import Plan, check_plan
+from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.placement import Placement, axes_of
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.types import InitFn, Model, PyTree
 from jdp.core.update.muon import noting_stacks
-from jdp.core.update.optimizer_checks import check_optimizer, check_update, first_state, products
+from jdp.core.update.optimizer import check_optimizer, check_update, first_state, products
 
 LINEN_STATE = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))
 
@@ -144,3 +146,59 @@ def _check_collections(trained: PyTree) -> None:
                 'Return variables["params"], freeze the others (wrt="params/*"), or, if calls change them, return '
                 "nnx.bridge.ToNNX(module, rngs=nnx.Rngs(rng)).lazy_init(x)."
             )
+
+
+def report_placements(plan: Plan, state: TrainState) -> None:
+    """Report once the parameters that ZeRO cannot shard; under ddp, the rules that name `data`."""
+    if plan.mesh.shape[DATA] == 1:
+        return
+    if not plan.row.shard_state:
+        for pattern in (pattern for pattern, spec in plan.rules if any(DATA in axes_of(entry) for entry in spec)):
+            warn(
+                f"the rule for {pattern!r} shards over {DATA}, which {plan.strategy} does not: its parameters are "
+                f"replicated over {DATA}. Choose zero1, zero2 or zero3, or leave {DATA} out of the rule"
+            )
+        return
+    params = jax.tree.leaves(plan.param_placements(state.params, state.static))
+    replicated = [p for p in params if p.dim is None]
+    small = [p for p in replicated if "min_shard_size" in p.reason]
+    indivisible = [p for p in replicated if p.is_indivisible]
+    if indivisible:
+        _report_indivisible(plan, state, indivisible)
+    for p in (p for p in replicated if p not in small and p not in indivisible):
+        notice(f"{p.path} {list(p.shape)} is {p.reason} ({p.bytes_per_device:,} bytes on every device)")
+    if small:
+        notice(
+            f"parameters of fewer than {plan.min_shard_size} elements stay replicated, "
+            f"{sum(p.bytes_per_device for p in small):,} bytes on every device: {listed(p.path for p in small)}"
+        )
+
+
+def _report_indivisible(plan: Plan, state: TrainState, params: Sequence[Placement]) -> None:
+    mirrors = {f"mirrors params/{p.path}" for p in params}
+    placements = plan.placements(state)
+    opt_state = sum(p.bytes_per_device for p in placements if p.reason.partition(";")[0] in mirrors)
+    held = opt_state + sum(p.bytes_per_device for p in params)
+    share = held / sum(p.bytes_per_device for p in placements)
+    notice(
+        f"{_largest(params)}: no dimension divides by {DATA}={plan.mesh.shape[DATA]}, so every device holds all, "
+        f"{format_bytes(held)} with optimizer state, {share:.1%} of its state"
+    )
+
+
+def _largest(params: Sequence[Placement]) -> str:
+    largest_first = sorted(params, key=lambda p: -p.bytes_per_device)
+    return listed((f"{p.path} {list(p.shape)}" for p in largest_first), 1)
+
+
+def report_products(plan: Plan, state: TrainState, sizes: Collection[int], divided: Collection[str]) -> None:
+    """Report once sharded parameters whose update takes products of arrays of these `sizes`, except `divided` ones."""
+    params = jax.tree.leaves(plan.param_placements(state.params, state.static))
+    gathered = [p for p in params if p.dim is not None and math.prod(p.shape) in sizes and p.path not in divided]
+    if gathered and plan.mesh.shape[DATA] > 1:
+        size = sum(p.bytes_per_device for p in gathered) * plan.mesh.shape[DATA]
+        notice(
+            f"the optimizer's update takes matrix or inner products of {_largest(gathered)}, {format_bytes(size)} "
+            f"that {plan.strategy} shards: XLA gathers them or sums partial products, in addition to the traffic that "
+            f"{plan.strategy} promises; jdp.verify counts it"
+        )

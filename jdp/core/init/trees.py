@@ -1,8 +1,7 @@
-"""Make or move the trees of a custom loop, sharded as a plan says: models, and the trees that belong to them.
+"""Make or move the trees of a custom loop, sharded as a plan says; resolve keys and `wrt`.
 
-A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
-arrays) get their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters, as
-an optimizer's state does, and each leaf is sharded like its parameter. The file also resolves keys and `wrt`.
+Parameters (of a pytree, all its arrays) get their rest specs; other variables of a module are replicated. With `of`, a
+tree belongs to parameters, as an optimizer's state does, and each leaf is sharded like its parameter.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, public
 from jdp.base.formatting import listed
-from jdp.base.public import public
 from jdp.base.toml import cut, described
 from jdp.base.tree_paths import check_keys, matches, path_of
 from jdp.core import flax_nnx
@@ -27,7 +25,7 @@ from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fa
 from jdp.core.plan import Plan, check_plan
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
-from jdp.core.update.optimizer_checks import is_optimizer
+from jdp.core.update.optimizer import is_optimizer
 
 Tree = TypeVar("Tree")
 

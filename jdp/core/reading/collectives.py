@@ -1,8 +1,7 @@
 """The collectives of a step, read from its trace before it is compiled: above all the gathers of ZeRO-3.
 
-The gather boundary (`boundary.Boundary`) names each gather after its parameter, and `TracedLoss` marks the gathers at
-the top of the loss. An operation in a scan counts once for each iteration. The trace has the source lines of the loss'
-own collectives, which XLA drops when it combines collectives.
+An operation in a scan counts once for each iteration. The trace has the source lines of the loss' own collectives,
+which XLA drops when it combines collectives.
 """
 
 import math

@@ -1,5 +1,6 @@
-"""Read and run jaxprs: the operations, their source lines, and their evaluation on other operands."""
+"""Read and run jaxprs: the operations, their source lines and FLOPs, and their evaluation on other operands."""
 
+import math
 import os
 import re
 import sys
@@ -31,6 +32,7 @@ CALLS = ("jit", "closed_call", "checkpoint", "remat2", "shard_map", "custom_jvp_
 REDUCTIONS = frozenset(
     "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
 )
+_ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # cuDNN's
 
 
 def every_eqn(jaxpr: Jaxpr) -> list[JaxprEqn]:
@@ -144,3 +146,39 @@ def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager, source_info_util.user_context(eqn.source_info.traceback, name_stack=scope):
         out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def count_flops(jaxpr: Any) -> int:
+    """Return the FLOPs of the matrix products and convolutions in a jaxpr: 2 for each multiplication and addition.
+
+    A scan counts once for each iteration, a `while` loop once, and a condition as its branch with the most FLOPs.
+    """
+    flops = 0
+    for eqn in jaxpr.eqns:
+        name, inner = eqn.primitive.name, map(count_flops, jaxprs_in_params(eqn.params))
+        if name in ("dot_general", "conv_general_dilated") or name.startswith(_ATTENTION):
+            flops += flops_of(eqn)
+        elif name == "cond":
+            flops += max(inner)
+        elif name == "shard_map":  # its body is the work of one device
+            manual = eqn.params.get("newly_manual_axes") or eqn.params["manual_axes"]  # its name in jax 0.10
+            flops += sum(inner) * math.prod(eqn.params["mesh"].shape[axis] for axis in manual)
+        else:
+            flops += sum(inner) * (eqn.params["length"] if name == "scan" else 1)
+    return flops
+
+
+def flops_of(eqn: Any) -> int:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contracting)
+    if name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        return 2 * eqn.outvars[0].aval.size * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+    # cuDNN's attention, with masked scores: two products forward, five backward
+    queries, keys = eqn.invars[0].aval, eqn.invars[1].aval
+    length = keys.shape[1 if eqn.params["layout"] == 0 else 2]  # [batch, length, heads, width], or heads first
+    if name.startswith(_ATTENTION[1]):
+        return 2 * 5 * length * queries.size
+    return 2 * length * (queries.size + eqn.outvars[0].aval.size)

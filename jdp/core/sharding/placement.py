@@ -5,15 +5,18 @@ dimension, which `rest_spec` chooses. ZeRO is the difference between the two.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
-from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.axes import DATA, REPLICA, factors
 
 INDIVISIBLE = "replicated: no dimension"
 
@@ -146,3 +149,111 @@ def rest_spec(
     entries = [spec_entry(compute, i) for i in range(max(len(compute), dim + 1))]
     entries[dim] = (*axes_of(entries[dim]), DATA) if axes_of(entries[dim]) else DATA
     return PartitionSpec(*entries), f"sharded on dimension {dim}: {shape[dim]} over {DATA}={count}"
+
+
+def checked_rules(rules: Any, mesh_axes: Sequence[str]) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Return the rules as a tuple of pairs, after checking their types and their axes."""
+    example = 'rules=[("*/kernel", PartitionSpec(None, "model"))]'
+    if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
+        raise UserError(f"A plan's rules are a list of pairs, as in {example}; given {rules!r}. Give a list.")
+    pairs: list[tuple[str, PartitionSpec]] = []
+    allowed = tuple(axis for axis in mesh_axes if axis != REPLICA)  # replicas hold the same parameters
+    for rule in rules:  # pyright: ignore[reportUnknownVariableType]
+        match rule:
+            case (str() as pattern, PartitionSpec() as spec):
+                pairs.append((pattern, spec))
+            case _:
+                raise UserError(f"A rule is a pair of a path pattern and a spec, as in {example}; given {rule!r}.")
+        for entry in spec:
+            axes: Any = entry if isinstance(entry, tuple | list) else () if entry is None else (entry,)
+            if not all(axis in allowed for axis in axes):
+                raise UserError(
+                    f"A rule may shard a dimension over the axes {allowed}; the rule for {pattern!r} has {entry!r}. "
+                    "Name one of these, several in a tuple, or None for a dimension that is not sharded."
+                )
+    return tuple(pairs)
+
+
+def check_fits(path: str, shape: tuple[int, ...], spec: PartitionSpec, source: str, sizes: Mapping[str, int]) -> None:
+    """Check a parameter's spec against its shape; `source` names the spec's origin ("the …")."""
+    if len(spec) > len(shape):
+        raise UserError(
+            f"A spec has at most one entry for each dimension; {spec} of {source} has {len(spec)}, and {path} has "
+            f"shape {list(shape)}. Leave out entries."
+        )
+    named, subject = [axis for entry in spec for axis in axes_of(entry)], f"T{source[1:]}"
+    if len(set(named)) < len(named):
+        raise UserError(f"{subject} names an axis once; {spec} for {path} does not. Remove one.")
+    for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+        if size % (pieces := shards((entry,), sizes)):
+            raise UserError(
+                f"{subject} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} is {size}, and "
+                f"{spec} splits it into {pieces}. Change the size, the mesh ({factors(sizes)}) or the rule: "
+                "Plan(rules=...) overrides metadata."
+            )
+
+
+REPLICATED = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class LeafSpecs:
+    """The specs of a leaf of the optimizer state; if not `final`, its dimensions may be sharded further."""
+
+    rest: PartitionSpec
+    compute: PartitionSpec
+    reason: str
+    final: bool = False
+
+
+def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> LeafSpecs:
+    if not shape:
+        return LeafSpecs(REPLICATED, REPLICATED, "replicated: a scalar", final=True)
+    parameter = owner_of(path, params)
+    if parameter is None:
+        return LeafSpecs(REPLICATED, REPLICATED, "it belongs to no parameter")
+    if parameter.shape == shape:
+        return LeafSpecs(parameter.rest, parameter.compute, f"mirrors params/{parameter.path}", final=True)
+    dims = _parameter_dims(shape, parameter)
+    if dims is None:
+        reason = f"its own shape: {list(parameter.shape)} of params/{parameter.path} does not fit it"
+        return LeafSpecs(REPLICATED, REPLICATED, reason)
+    rest, compute = (_select_dims(spec, dims) for spec in (parameter.rest, parameter.compute))
+    shared = [dim for dim in dims if dim is not None]
+    return LeafSpecs(rest, compute, f"dimensions {shared} of params/{parameter.path}")
+
+
+def owner_of(path: str, params: Mapping[str, Placement]) -> Placement | None:
+    """Return the parameter whose path is part of `path`: the nearest to its end, then the longest."""
+    keys = path.split("/")
+    for end in range(len(keys), 0, -1):
+        for start in range(end):
+            if parameter := params.get("/".join(keys[start:end])):
+                return parameter
+    return params.get("")  # the parameters are one array
+
+
+def _parameter_dims(shape: tuple[int, ...], parameter: Placement) -> tuple[int | None, ...] | None:
+    """Return for each dimension of a leaf the parameter's, or None if it has no such; None if the shapes do not fit."""
+    full = parameter.shape
+    extra = len(shape) - len(full)
+    if extra > 0:
+        return (*(None,) * extra, *range(len(full))) if shape[extra:] == full else None
+    if extra == 0:
+        kept = tuple(dim if size == full[dim] else None for dim, size in enumerate(shape))
+        fits = all(dim is not None or size == 1 for dim, size in zip(kept, shape, strict=True))
+        return kept if fits and math.prod(shape) > 1 else None
+
+    def has_data(dims: tuple[int, ...]) -> bool:
+        return any(DATA in axes_of(spec_entry(parameter.rest, dim)) for dim in dims)
+
+    fitting = [dims for dims in combinations(range(len(full)), len(shape)) if tuple(full[d] for d in dims) == shape]
+    return max(fitting, key=has_data, default=None)
+
+
+def _select_dims(spec: PartitionSpec, dims: tuple[int | None, ...]) -> PartitionSpec:
+    """Return the entries of `spec` for `dims`, without trailing Nones."""
+    entries = [None if dim is None else spec_entry(spec, dim) for dim in dims]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)

@@ -1,1 +1,1 @@
-"""The end of a step (`guarded`), and additions to optax: Muon under ZeRO, weight averages, learning rates."""
+"""The end of a step (`optimizer`), and additions to optax: Muon under ZeRO, weight averages, learning rates."""

@@ -1,9 +1,7 @@
-"""An exponential moving average of the parameters, kept in the optimizer's state.
+"""An exponential moving average of the parameters (Tarvainen and Valpola 2017, arXiv:1703.01780).
 
-Averaged weights often evaluate better than the last weights. A plain mean: Polyak and Juditsky 1992, "Acceleration of
-stochastic approximation by averaging"; Izmailov et al. 2018, arXiv:1803.05407. Exponential: Tarvainen and Valpola 2017,
-arXiv:1703.01780. As part of the optimizer's state, the average is sharded and saved with its parameter. It has no leaf
-for frozen parameters, and does not change when a step is skipped.
+As part of the optimizer's state, the average is sharded and saved with its parameter. It has no leaf for frozen
+parameters, and does not change when a step is skipped.
 """
 
 from __future__ import annotations
@@ -16,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdp.base.errors import UserError
-from jdp.base.public import public
+from jdp.base.errors import UserError, public
 from jdp.base.words import is_number
 from jdp.core.batch import check_state
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.state import TrainState, trained_part, with_trained
 from jdp.core.types import Model, PyTree
-from jdp.core.update.optimizer_checks import check_optimizer
+from jdp.core.update.optimizer import check_optimizer
 
 
 class EmaState(NamedTuple):

@@ -23,23 +23,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState
 
-from jdp.base.context import set_while
-from jdp.base.errors import UserError
-from jdp.base.public import public
+from jdp.base.errors import UserError, public
 from jdp.base.tree_paths import path_of
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.traced_mesh import is_traced_by_shard, traced_mesh, tracing_on
+from jdp.core.sharding.mesh import is_traced_by_shard, set_while, traced_mesh, tracing_on
 from jdp.core.state import TrainState, trained_part
 from jdp.core.types import PyTree
-from jdp.core.update.optimizer_checks import apply
+from jdp.core.update.optimizer import apply
 
 Rate = float | jax.Array | Callable[[Any], Any]
-Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
-AnyMesh = Mesh | AbstractMesh
 OPEN = PartitionSpec.UNCONSTRAINED
 """The entry for a dimension that XLA shards as it likes."""
 
@@ -68,7 +64,7 @@ def muon(
     mu_dtype: Any = None,
     nesterov: bool = True,
     adaptive: bool = False,
-    preconditioning: Preconditioning = "frobenius",
+    preconditioning: Literal["frobenius", "spectral", "aol", "schatten"] = "frobenius",
     adam_b1: float = 0.9,
     adam_b2: float = 0.999,
     adam_eps_root: float = 0.0,
@@ -109,7 +105,15 @@ def muon(
         state = optax.contrib.muon(0.0, ns_coeffs, ns_steps).init(jnp.zeros((1, 1)))
         ns_coeffs = optax.tree.get(state, "ns_coeffs")
     numbers = partial(_numbers, muon_weight_dimension_numbers)
-    scaled = partial(_scaled, numbers, consistent_rms)
+
+    def scaled(updates: PyTree, _: PyTree) -> PyTree:
+        def of_leaf(x: jax.Array, dims: MuonDimensionNumbers) -> jax.Array:
+            _, rows, columns = Form.of(x, dims).sizes
+            largest = max(rows, columns)
+            return x * (sqrt(max(1, columns / rows)) if consistent_rms is None else consistent_rms * sqrt(largest))
+
+        return jax.tree.map(of_leaf, updates, numbers(updates))
+
     common: Any = {"eps": eps, "mu_dtype": mu_dtype, "nesterov": nesterov}
     hidden = optax.chain(
         scale_by_muon(
@@ -121,7 +125,7 @@ def muon(
             weight_dimension_numbers=numbers,
             **common,
         ),
-        optax.stateless(lambda updates, _: scaled(updates)),
+        optax.stateless(scaled),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -143,14 +147,6 @@ def _numbers(chosen: Any, params: PyTree) -> PyTree:
         return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
     chosen = chosen(params) if callable(chosen) else chosen
     return jax.tree.broadcast(chosen, params, lambda x: x is None or isinstance(x, MuonDimensionNumbers))
-
-
-def _scaled(numbers: Callable[[PyTree], PyTree], rms: float | None, updates: PyTree) -> PyTree:
-    def scaled(x: jax.Array, dims: MuonDimensionNumbers) -> jax.Array:
-        _, rows, columns = Form.of(x, dims).sizes
-        return x * (sqrt(max(1, columns / rows)) if rms is None else rms * sqrt(max(rows, columns)))
-
-    return jax.tree.map(scaled, updates, numbers(updates))
 
 
 def scale_by_muon(
@@ -244,7 +240,7 @@ def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Arr
     return treedef.unflatten(results)
 
 
-def _by_devices(function: Callable[[jax.Array], jax.Array], stack: jax.Array, mesh: AnyMesh | None) -> jax.Array:
+def _by_devices(function: Callable[[jax.Array], jax.Array], stack: jax.Array, mesh: Any) -> jax.Array:
     """Apply a function to a stack [n, a, b]; each device computes n / N matrices."""
     if mesh is None:
         return function(stack)

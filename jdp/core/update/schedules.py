@@ -1,9 +1,4 @@
-"""Learning rates for large batches: scale the rate with the batch, and warm it up.
-
-Linear scaling makes k small steps of SGD similar to one step with k times as many examples. Scaling by the square root
-keeps the variance of the update, which adaptive optimizers need. The first steps of a large rate diverge, so it is
-warmed up. The functions name the sources.
-"""
+"""Learning rates for large batches: scale the rate with the batch, and warm it up. The functions name the sources."""
 
 import math
 from typing import Any, Literal
@@ -11,8 +6,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import optax
 
-from jdp.base.errors import UserError
-from jdp.base.public import public
+from jdp.base.errors import UserError, public
 from jdp.base.words import is_integer, is_number
 
 RULES = ("linear", "sqrt")

@@ -7,6 +7,8 @@ Every row is checked: equal lengths, ids in the vocabulary, weights from 0 to 1.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,38 +17,35 @@ from numpy.typing import NDArray
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.user_path import user_path
+from jdp.data.arrays import load_arrays
 from jdp.data.held_out import content_score
-from jdp.data.sources.array_files import load_arrays
-from jdp.data.sources.files import STDLIB, TEXT_SUFFIXES, PathLike, read_by_datasets
-from jdp.data.sources.hub import check_columns, optional
-from jdp.data.text.documents import Found, entries, pieces
-from jdp.data.text.token_array import TokenArray, TokenSource
+from jdp.data.sources import PathLike, check_columns, optional, read_by_datasets
+from jdp.data.text.documents import Found, find, pieces
+from jdp.data.text.tokens import TokenArray, TokenSource
 
 MOST_IDS = 2**31  # samples are int32
 IGNORED = -100  # the label of a token that does not count
 
 
 def id_tokens(source: PathLike | Sequence[PathLike], columns: Mapping[str, str], vocab_size: int | None) -> TokenSource:
-    """Find the rows of ids of a source; they are read on demand.
-
-    `columns` names the columns to read: "ids", and any of "weights", "labels" and "attention_mask".
-    """
+    """Find the rows of ids of a source. `columns` names "ids", and any of "weights", "labels", "attention_mask"."""
     if {"weights", "labels"} <= columns.keys():
         given = f'"{columns["weights"]}" and "{columns["labels"]}"'
         raise UserError(f"weights and labels both set the weights of targets; given {given}: use one")
-    name, words, data_sets = entries(source)
-    files = sorted(map(user_path, words))
-    for file in files:
-        if file.suffix != ".npz":
-            is_text = file.name.endswith((STDLIB, *TEXT_SUFFIXES))
-            by_script = "convert text to ids with experiments/prepare/text_to_ids.py, or leave out ids"
-            fix = by_script if is_text else read_by_datasets(file)
-            raise UserError(f"rows of ids are in .npz files, or `datasets` reads them; given {file}: {fix}")
-        if not file.is_file():
-            raise UserError(f"data must exist; given {file}, looked for at {file.absolute()}: fix the path")
-    found = Found(name, tuple(files), data_sets)
+    found = find(source, _array_files)
     identity = f"{found.identity} {columns} {vocab_size}"
-    return TokenSource(name, found.size, identity, vocab_size, None, lambda: _parts(found, columns, vocab_size))
+    return TokenSource(found.name, found.size, identity, vocab_size, None, _parts(found, columns, vocab_size))
+
+
+def _array_files(entries: Sequence[PathLike]) -> list[Path]:
+    files = sorted(map(user_path, entries))
+    for file in files:
+        if file.suffix != ".npz" or not file.is_file():
+            raise UserError(
+                f"rows of ids are in .npz files that exist, or `datasets` reads them; given {file}, looked for at "
+                f"{file.absolute()}: {read_by_datasets(file)}; experiments/prepare/text_to_ids.py converts text"
+            )
+    return files
 
 
 def _parts(
@@ -56,7 +55,7 @@ def _parts(
     rows = kept = 0
     for part in _read(found, columns):
         tokens = part.checked(MOST_IDS if vocab_size is None else vocab_size)
-        rows, kept = rows + len(part.numbers), kept + len(tokens.documents)
+        rows, kept = rows + len(part.values["ids"][1]) - 1, kept + len(tokens.documents)
         contents = (tokens.ids[start:end].astype("<u4").tobytes() for start, end in tokens.documents.tolist())
         yield tokens, np.array([content_score(content) for content in contents])
     why = "none of their tokens counts as a target" if {"weights", "labels"} & columns.keys() else "they are empty"
@@ -82,12 +81,12 @@ def _read(found: Found, columns: Mapping[str, str]) -> Iterator["_Rows"]:
                 raise UserError(f"rows of ids are numbers [n] or [rows, n]; given {given}: convert them")
             rows = np.atleast_2d(array)
             values[key] = rows.reshape(-1), np.arange(len(rows) + 1) * rows.shape[1]
-        yield _Rows(values, columns, str(path), range(len(values["ids"][1]) - 1))
+        yield _Rows(values, columns, str(path), 0)
     for rows in found.data_sets:
         check_columns(rows.name, rows.columns, columns)
-        for table, numbers in pieces(rows):
-            values = {key: _lists_of_column(table[name], name, rows.name) for key, name in columns.items()}
-            yield _Rows(values, columns, rows.name, numbers)
+        for batch, first in pieces(rows):
+            values = {key: _lists_of_column(batch[name], name, rows.name) for key, name in columns.items()}
+            yield _Rows(values, columns, rows.name, first)
 
 
 def _lists_of_column(column: Any, field: str, name: str) -> Lists:
@@ -96,12 +95,12 @@ def _lists_of_column(column: Any, field: str, name: str) -> Lists:
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not (types.is_primitive(kind.value_type) and not types.is_temporal(kind.value_type)):
         raise UserError(f'the column "{field}" must have a list of numbers a row; given {kind} in {name}: convert it')
-    rows = column.cast(pyarrow.large_list(kind.value_type)).combine_chunks()
+    rows = column.cast(pyarrow.large_list(kind.value_type))
     values = rows.flatten()
     if rows.null_count or values.null_count:
         raise UserError(f'the column "{field}" must have a list in each row; given null in {name}: fix it')
     sizes = rows.value_lengths().to_numpy(zero_copy_only=False)
-    return values.to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return values.to_numpy(zero_copy_only=False), np.cumsum([0, *sizes])
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,14 +108,18 @@ class _Rows:
     values: Mapping[str, Lists]  # by key
     columns: Mapping[str, str]
     name: str
-    numbers: Sequence[int]  # of the rows
+    first: int  # number of the first row
 
     def checked(self, limit: int) -> TokenArray:
         """Return the rows with a weighted target, without padding."""
         ids, bounds = self.values["ids"]
         for key, (_, others) in self.values.items():
-            if not np.array_equal(others, bounds):
-                self._refuse_length(key, np.diff(bounds), np.diff(others))
+            sizes = zip_longest(np.diff(bounds).tolist(), np.diff(others).tolist(), fillvalue="none")
+            for row, (size, other) in enumerate(sizes, self.first):
+                if size != other:
+                    names = f'ids = "{self.columns["ids"]}" and {key} = "{self.columns[key]}"'
+                    given = f"{size} and {other} in {self.name}, row {row}"
+                    raise UserError(f"{names} must be of the same lengths; given {given}: fix it")
         wrong = ~((ids >= 0) & (ids < limit)) | (ids.dtype.kind not in "iu")
         self._refuse("ids", wrong, f"whole numbers from 0 to {limit - 1}, below vocab_size {limit}")
         tokens = TokenArray(ids.astype(np.int64, copy=False), bounds, self._weights(ids))
@@ -155,16 +158,6 @@ class _Rows:
         if wrong.any():
             at, bounds = int(np.argmax(wrong)), self.values["ids"][1]
             row = int(np.searchsorted(bounds, at, side="right")) - 1
-            where = f"token {at - bounds[row]} of {self.name}, row {self.numbers[row]}"
+            where = f"token {at - bounds[row]} of {self.name}, row {self.first + row}"
             given = self.values[key][0][at]
             raise UserError(f'{key} = "{self.columns[key]}" must be {rule}; given {given} as {where}: fix it')
-
-    def _refuse_length(self, key: str, sizes: NDArray[np.int64], others: NDArray[np.int64]) -> None:
-        where, given = self.name, f"{len(sizes)} rows and {len(others)}"
-        if len(sizes) == len(others):
-            row = int(np.argmax(sizes != others))
-            where, given = f"{self.name}, row {self.numbers[row]}", f"{sizes[row]} and {others[row]}"
-        raise UserError(
-            f'ids = "{self.columns["ids"]}" and {key} = "{self.columns[key]}" must be of the same lengths; given '
-            f"{given} in {where}: fix it"
-        )

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jdp.base.errors import UserError
-from jdp.base.public import public
+from jdp.base.errors import UserError, public
 from jdp.base.user_path import user_path
-from jdp.data.sources.hub import optional
-from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
+from jdp.data.sources import optional
+from jdp.data.text.tokens import TokenArray, smallest_uint
 
 VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
@@ -69,10 +68,8 @@ class Tokenizer(ABC):
         values = np.asarray(tokens)
         if values.size and not 0 <= values.min() <= values.max() < self.vocab_size:
             kind = "must be a byte," if self.name == BYTES else f"of {self.name} must be"
-            raise UserError(
-                f"a token {kind} 0 to {self.vocab_size - 1}; given {values.min()} to {values.max()}: "
-                f"decode the samples of a model whose vocab_size is {self.vocab_size}"
-            )
+            given = f"{values.min()} to {values.max()}"
+            raise UserError(f"a token {kind} 0 to {self.vocab_size - 1}; given {given}: use the model's own tokenizer")
         return self._text(values)
 
     def decode_stream(self, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
@@ -122,7 +119,38 @@ def open_tokenizer(name: str) -> Tokenizer:
     >>> tokenizer.decode(tokenizer.encode("text")), tokenizer.vocab_size
     ('text', 256)
     """
-    return Bytes() if name == BYTES else _open_file(user_path(name))
+    if name == BYTES:
+        return Bytes()
+    path = user_path(name)
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        given = f"{path}, looked for at {file.absolute()}"
+        raise UserError(f'tokenizer must be "{BYTES}", or a tokenizer.json or its folder; given {given}: fix the path')
+    tokenizers = optional("tokenizers", str(file))
+    content = file.read_bytes()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare ones
+        words = " ".join(str(error).split())
+        rule = "a tokenizer must be a file of Hugging Face tokenizers"
+        raise UserError(f"{rule}; given {file}: {words}; fix it") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    separator = _separator(vocabulary, file)
+    bos, adds_bos = _bos(tokenizer, vocabulary, file)
+    opens = f", {tokenizer.id_to_token(bos)} opens it" if adds_bos else ""
+    return FileTokenizer(
+        tokenizer=tokenizer,
+        file=file,
+        name=f"{file} ({len(vocabulary):,} tokens, {separator} closes a document{opens})",
+        identity=hashlib.sha256(content).hexdigest() + f" {tokenizers.__version__}{opens}",
+        vocab_size=max(vocabulary.values()) + 1,  # ids may leave gaps
+        separator=vocabulary[separator],
+        bos=bos,
+        adds_bos=adds_bos,
+        ends=_ends(vocabulary, file, vocabulary[separator]),
+    )
 
 
 @dataclass(frozen=True)
@@ -145,7 +173,7 @@ class Bytes(Tokenizer):
         return (np.arange(VOCAB_SIZE) != SEPARATOR).astype(np.int64)
 
     def tokenize(self, documents: Sequence[bytes], names: Sequence[str]) -> TokenArray:
-        return TokenArray(np.frombuffer(b"".join(documents), np.uint8), bounds_of(documents))
+        return TokenArray(np.frombuffer(b"".join(documents), np.uint8), np.cumsum([0, *map(len, documents)]))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -184,7 +212,7 @@ class FileTokenizer(Tokenizer):
                 raise UserError(f"text must be UTF-8 for a tokenizer; given {given}: {fix}") from error
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [self.opened(np.array(encoding.ids, smallest_uint(self.vocab_size))) for encoding in encodings]
-        return TokenArray(np.concatenate(ids), bounds_of(ids))
+        return TokenArray(np.concatenate(ids), np.cumsum([0, *map(len, ids)]))
 
 
 def _size_of_pieces(decoder: dict[str, Any] | None) -> Callable[[str], int] | None:
@@ -217,42 +245,7 @@ def byte_tokenizer() -> dict[str, dict[str, Any]]:
     return {FILE: table, SETTINGS: settings}
 
 
-def _open_file(path: Path) -> FileTokenizer:
-    file = path / FILE if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(
-            f'tokenizer must be "{BYTES}", or a tokenizer.json or its folder; '
-            f"given {path}, looked for at {file.absolute()}: fix the path"
-        )
-    tokenizers = optional("tokenizers", str(file))
-    content = file.read_bytes()
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises bare ones
-        words = " ".join(str(error).split())
-        raise UserError(
-            f"a tokenizer must be a file of Hugging Face tokenizers; given {file}: {words}; fix it"
-        ) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    separator = _separator(vocabulary, file, [str(each) for each in tokenizer.get_added_tokens_decoder().values()])
-    bos, adds_bos = _bos(tokenizer, vocabulary, file)
-    opens = f", {tokenizer.id_to_token(bos)} opens it" if adds_bos else ""
-    return FileTokenizer(
-        tokenizer=tokenizer,
-        file=file,
-        name=f"{file} ({len(vocabulary):,} tokens, {separator} closes a document{opens})",
-        identity=hashlib.sha256(content).hexdigest() + f" {tokenizers.__version__}{opens}",
-        vocab_size=max(vocabulary.values()) + 1,  # ids may leave gaps
-        separator=vocabulary[separator],
-        bos=bos,
-        adds_bos=adds_bos,
-        ends=_ends(vocabulary, file, vocabulary[separator]),
-    )
-
-
-def _separator(vocabulary: dict[str, int], file: Path, added: Sequence[str]) -> str:
+def _separator(vocabulary: dict[str, int], file: Path) -> str:
     """Return the eos_token that files beside a tokenizer name, else the first of the usual names that it has."""
     config, named = _named(file, "eos_token")
     names = _SEPARATORS if named is None else (named,)
@@ -260,10 +253,9 @@ def _separator(vocabulary: dict[str, int], file: Path, added: Sequence[str]) -> 
         if name in vocabulary:
             return name
     problem = f"{config} names {named}, which is not in" if named else f"none of {', '.join(names)} is in"
-    special = f", which are {', '.join(added[:10])}{', …' * (len(added) > 10)}," if added else ""
     raise UserError(
         f"a tokenizer must have a token that closes documents; given {file}: {problem} its vocabulary; name one of its "
-        f'added tokens{special} as "eos_token" in tokenizer_config.json beside it; or add one to tokenizer and model'
+        'added tokens as "eos_token" in tokenizer_config.json beside it; or add one to tokenizer and model'
     )
 
 
@@ -297,9 +289,8 @@ def _named(file: Path, key: str, beside: Sequence[str] = (SETTINGS, TOKENS)) -> 
         try:
             value = json.loads(config.read_bytes()).get(key)
         except (OSError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"a tokenizer's configuration must be a JSON object; given {config}: {error}; fix it"
-            ) from error
+            rule = "a tokenizer's configuration must be a JSON object"
+            raise UserError(f"{rule}; given {config}: {error}; fix it") from error
         if value is not None and value != "":
             return config, value.get("content") if isinstance(value, dict) else value
     return file, None

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from jdp.base.errors import UserError
-from jdp.base.hub_source import HubSource
 from jdp.base.toml import cut
-from jdp.base.user_path import bucket_address, user_path
+from jdp.base.user_path import HubSource, bucket_address, user_path
 from jdp.base.words import CompilerPreset
 from jdp.core.compiling.options import Compiler
 

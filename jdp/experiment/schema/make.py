@@ -107,7 +107,7 @@ def _parameters(make: str, arguments: Sequence[str]) -> dict[str, inspect.Parame
 
 def users_traceback(error: BaseException) -> str:
     """Return the last lines of a traceback in the user's code, not in jdp, Python or installed packages."""
-    from jdp.base.public import is_users  # late: it imports JAX
+    from jdp.base.errors import is_users  # late: it imports JAX
 
     walked = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_users(frame)]
     frames = traceback.StackSummary.extract(iter(walked[-_MOST_FRAMES:])).format()

@@ -18,8 +18,14 @@ from jdp.base.user_path import user_path
 from jdp.experiment.keys import described_fields
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, Single, Whole
 from jdp.experiment.schema.make import Made, with_defaults
-from jdp.models.configs import GPTConfig, MLPConfig, ModelConfig
-from jdp.models.sizes import SIZES, parameter_lower_bound, traced_layers
+from jdp.models.configs import (
+    SIZES,
+    GPTConfig,
+    MLPConfig,
+    ModelConfig,
+    parameter_lower_bound,
+    traced_layers,
+)
 
 HF = "hf:"
 """Prefix of a folder with a Hugging Face config.json, in place of the name of a size."""
@@ -38,7 +44,7 @@ def _config(name: str) -> ModelConfig:
     """Return the configuration of a name: a size, or "hf:FOLDER". Raises KeyError or ValueError."""
     if not name.startswith(HF):
         return SIZES[name]
-    from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf  # late: Orbax takes a second
+    from jdp.checkpoint.safetensors.config import gpt_config_from_hf  # late: Orbax takes a second
 
     return gpt_config_from_hf(user_path(name.removeprefix(HF)))
 

@@ -1,8 +1,8 @@
 """`jdp.foresee` and `jdp.verify` for any jitted step: compile it for a target, and report on the program.
 
-Its traffic is compared with a number of bytes, or with a strategy's row (`traffic/theory.py`) for one microbatch and B
-bytes of parameters, in their own dtype. On N devices that share the batch, ddp, zero1 and zero2 send 2(N-1)/N · B
-bytes, and zero3 at most 3(N-1)/N · B.
+Its traffic is compared with a number of bytes, or with a strategy's row for one microbatch and B bytes of parameters,
+in their own dtype. On N devices that share the batch, ddp, zero1 and zero2 send 2(N-1)/N · B bytes, and zero3 at most
+3(N-1)/N · B.
 """
 
 import math
@@ -27,10 +27,9 @@ from jdp.foresight.memory import memory_by_argument
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, on_target
 from jdp.foresight.targets.resolve import Target, check_target, target_of
-from jdp.foresight.traffic.contract import TINY, TOLERANCE, collectives_on
+from jdp.foresight.traffic.contract import TINY, TOLERANCE, activations, collectives_on, sent_by
+from jdp.foresight.traffic.faults import symptoms
 from jdp.foresight.traffic.origin import Parameters, Reading
-from jdp.foresight.traffic.sends import activations, sent_by
-from jdp.foresight.traffic.symptoms import symptoms
 from jdp.foresight.traffic.theory import ring_bytes
 
 
@@ -54,8 +53,8 @@ def forecast(
     devices = None if target is None else target_of(target)
     moved = move(function, arguments, devices, mesh)
     devices = devices or target_of(None, [each.abstract() for each in moved.traced.arguments])
-    parameters = chosen(params, moved.traced.arguments)
-    limit = None if against is None else bound(against, parameters, moved)
+    parameters = _chosen(params, moved.traced.arguments)
+    limit = None if against is None else _bound(against, parameters, moved)
     compiled = moved.compile(devices, Cache.usual(cache))
     reading = _reading(compiled, moved, parameters)
     sent = sent_by(reading, collectives_on(reading))
@@ -68,11 +67,10 @@ def forecast(
             break
         breaches.append(str(each))
         excess -= each.wire_bytes
-    kinds = {id(argument): "parameters" for argument in parameters or ()}
     leaves = list[tuple[str, str, bool]]()
     for argument in moved.traced.arguments:
-        kind = kinds.get(id(argument), "batch" if argument.number in moved.batch else "other")
-        leaves.append((argument.path, kind, argument.donated))
+        kind = "batch" if argument.number in moved.batch else "other"
+        leaves.append((argument.path, "parameters" if argument in (parameters or ()) else kind, argument.donated))
     held = memory_by_argument(compiled, leaves)
     placing = "no result has its shape, dtype and sharding. Return such a result (out_shardings), or do not donate it."
     signs = (*activations(sent, moved.batch_axes), *symptoms(reading, placing), *_not_donated(compiled, moved))
@@ -131,14 +129,12 @@ def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
 
 
 class Bound(NamedTuple):
-    """The bytes that a device may send."""
-
-    wire_bytes: float  # a step
+    wire_bytes: float  # that a device may send a step
     words: str  # whose bytes these are: "of zero3 for 12 MiB of parameters", "that were given"
     over_batch: bool  # only collectives along the batch's axes count
 
 
-def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Relocated) -> Bound:
+def _bound(against: str | float, parameters: Sequence[Argument] | None, moved: Relocated) -> Bound:
     if not isinstance(against, str):
         if isinstance(against, bool) or not math.isfinite(against) or against < 0:
             raise UserError(
@@ -162,7 +158,7 @@ def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Re
     return Bound(wire, f"of {row.name} for {format_bytes(size)} of parameters", over_batch=True)
 
 
-def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argument]) -> list[Argument] | None:
+def _chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argument]) -> list[Argument] | None:
     """Return the floating-point arrays that `params` names; None if it is None."""
     if params is None:
         return None
@@ -174,10 +170,9 @@ def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argumen
         named = [each for each in arguments if matches(each.path, wanted)]
     found = [each for each in named if jnp.issubdtype(each.dtype, jnp.floating)]
     if not found:
-        first = list(dict.fromkeys(each.path for each in arguments))
-        hint = nearest(str(params), first, cutoff=0.3)
+        paths = [each.path for each in arguments]
         raise UserError(
-            f"params names floating-point arguments of the step, such as {first[0]}; given {params!r}, which "
-            f"matches none{hint}"
+            f"params names floating-point arguments of the step, such as {paths[0]}; given {params!r}, which matches "
+            f"none{nearest(str(params), paths, cutoff=0.3)}"
         )
     return found

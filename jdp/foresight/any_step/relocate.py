@@ -20,12 +20,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jdp.base.disk_cache import Cache
 from jdp.base.errors import UserError
-from jdp.core.sharding.axes import DATA, factors
+from jdp.core.sharding.axes import DATA, BatchUnit, factors
 from jdp.core.sharding.mesh import following, without_mesh
 from jdp.core.sharding.placement import axes_of, spec_entry
 from jdp.foresight.any_step.traced import Argument, Arguments, Traced, mesh_in, trace
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.targets.relocate import MISMATCHES, answered_for, compile_for, cudnn_of, lowering_for
+from jdp.foresight.targets.relocate import MISMATCHES, answered_for, compile_for, lowering_for
 from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.traffic.origin import users_line
 
@@ -45,18 +45,18 @@ class Relocated:
         """Compile the program for `target`, whose devices its mesh is made of, or find the result in `cache`."""
         explicit = AxisType.Explicit in self.mesh.axis_types
         context = jax.set_mesh(self.mesh) if explicit or self.in_context else without_mesh()
-        with lowering_for(target.devices[0], cudnn_of(target)), context:
+        with lowering_for(target.devices[0]), context:
             lowered = self.traced.lower()
         return compile_for(target, lowered, self.traced.options, cache)
 
 
 def move(
-    function: Callable[..., Any], inputs: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None = None
+    function: Callable[..., Any], inputs: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None
 ) -> Relocated:
     """Trace a jitted function, and put its program on a target's devices."""
     arguments = Arguments.of(function, inputs)
     devices = target_of(target, [each.abstract() for each in arguments.arrays])
-    with answered_for(devices.devices[0], cudnn_of(devices)):
+    with answered_for(devices.devices[0]):
         traced = trace(function, arguments)
         old = mesh_in(traced.arguments, traced.out_shardings)
         batch, batch_axes = _batch(traced)
@@ -67,7 +67,7 @@ def move(
                     "no devices. Name a target, such as h100:1x8."
                 )
             return Relocated(traced, old, batch_axes or old.axis_names[:1], batch)
-        new_sizes = moved_sizes(dict(old.shape), batch_axes, target, sizes)
+        new_sizes = _moved_sizes(dict(old.shape), batch_axes, target, sizes)
         placed = np.array(target.devices).reshape([*new_sizes.values()])
         mesh = Mesh(placed, old.axis_names, axis_types=old.axis_types)
         rows, notes = _rows(traced, batch, old, mesh)
@@ -86,25 +86,18 @@ def _moving(sizes: Mapping[str, int], batch_axes: Sequence[str]) -> str:
     return max(batch_axes or sizes, key=lambda axis: sizes[axis])
 
 
-def moved_sizes(
-    sizes: Mapping[str, int], batch_axes: Sequence[str], target: Target, wanted: Mapping[str, int] | None = None
+def _moved_sizes(
+    sizes: Mapping[str, int], batch_axes: Sequence[str], target: Target, wanted: Mapping[str, int] | None
 ) -> dict[str, int]:
-    wanted = wanted or {_moving(sizes, batch_axes): -1}
-    if unknown := [axis for axis in wanted if axis not in sizes]:
-        raise UserError(
-            f"mesh sets the sizes of the arguments' mesh axes, {', '.join(sizes)}; given {unknown[0]!r}. "
-            "Name one of these axes."
-        )
-    free = [axis for axis, size in wanted.items() if size == -1]
-    chosen = {**sizes, **wanted}
-    count, taken = len(target.devices), math.prod(size for axis, size in chosen.items() if axis not in free)
+    chosen = {**sizes, **(wanted or {_moving(sizes, batch_axes): -1})}
+    given, free = factors(chosen), [axis for axis, size in chosen.items() if size == -1]
+    count, taken = len(target.devices), math.prod(size for size in chosen.values() if size != -1)
     if len(free) == 1 and taken > 0 and count % taken == 0:
         chosen[free[0]] = count // taken
-    if len(free) > 1 or min(chosen.values()) < 1 or math.prod(chosen.values()) != count:
-        words = " × ".join(f"{axis}={'the rest' if axis in free else size}" for axis, size in chosen.items())
+    if chosen.keys() != sizes.keys() or min(chosen.values()) < 1 or math.prod(chosen.values()) != count:
         raise UserError(
-            f"The sizes of a mesh multiply to its devices; given {words} for the {count} devices of {target}. Change "
-            "them; one size may be -1, such as mesh={'" + next(iter(sizes)) + "': -1}."
+            f"mesh sets the sizes of the arguments' mesh axes, {', '.join(sizes)}, which multiply to the devices; "
+            f"given {given} for the {count} devices of {target}. Change them; one size may be -1, for the rest."
         )
     return chosen
 
@@ -140,8 +133,8 @@ def _rows(
         if each.shape[0] % count:
             unit = math.lcm(count, math.prod(old.shape[axis] for axis in along))
             rows[each.slot] = -(-each.shape[0] // unit) * unit
-            rule = f"a batch's rows must divide by {factors({axis: mesh.shape[axis] for axis in along})}"
-            notes.append(f"{rule}; given {each.shape[0]}: rounded up to {rows[each.slot]}")
+            rule = BatchUnit({axis: mesh.shape[axis] for axis in along}).rule(each.shape[0])
+            notes.append(f"{rule}: rounded up to {rows[each.slot]}")
     return rows, tuple(dict.fromkeys(notes))
 
 
@@ -259,9 +252,12 @@ class Exchange:
 
     def _equation(self, equation: Any) -> Any:
         if equation.primitive.name == "shard_map" and (given := equation.params["mesh"]).shape != self.new.shape:
+            traceback = equation.source_info.traceback
+            frames = [] if traceback is None else traceback.frames
+            line = users_line(f"{each.file_name}:{each.line_num}" for each in frames)
             raise OtherSize(
-                f"A shard_map over its own mesh has that mesh's sizes in its shapes, so they cannot change; "
-                f"given {factors(given.shape)}{_line(equation)}, and {factors(self.new.shape)} on the target. "
+                f"A shard_map over its own mesh has that mesh's sizes in its shapes, so they cannot change; given "
+                f"{factors(given.shape)} at {line or 'an unknown line'}, and {factors(self.new.shape)} on the target. "
                 "Leave out mesh= and call under jax.set_mesh(mesh); or make the mesh from as many virtual "
                 f"devices: JAX_NUM_CPU_DEVICES={self.new.size}."
             )
@@ -295,10 +291,3 @@ class Exchange:
             return Mesh(self.new.devices, mesh.axis_names, axis_types=mesh.axis_types)
         device = self.new.abstract_mesh.abstract_device
         return mesh.update(axis_sizes=tuple(self.new.shape.values()), abstract_device=device)
-
-
-def _line(equation: Any) -> str:
-    traceback = equation.source_info.traceback
-    frames = [] if traceback is None else [f"{each.file_name}:{each.line_num}" for each in traceback.frames]
-    line = users_line(frames)
-    return f" at {line}" if line else ""

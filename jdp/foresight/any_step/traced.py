@@ -21,8 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jdp.base.errors import UserError
 from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
+from jdp.core.gradients.loss_call import traced_dtype
 from jdp.core.sharding.axes import factors
-from jdp.foresight.targets.relocate import dtype_on_device
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,9 @@ class Argument:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The axes that shard each dimension; empty if the call does not say."""
         return PartitionSpec() if self.sharding is None else self.sharding.spec
 
     def abstract(self, *, located: bool = True) -> jax.ShapeDtypeStruct:
-        """Return its shape, dtype and, if `located`, its sharding."""
         sharding = self.sharding if located else None
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding, weak_type=self.weak_type)
 
@@ -53,7 +51,7 @@ class Argument:
 class Arguments:
     """The arguments of a call."""
 
-    arrays: tuple[Argument, ...]  # the arrays in it
+    arrays: tuple[Argument, ...]
     # builds the positional arguments from as many other arrays
     rebuild: Callable[[Sequence[Any]], tuple[Any, ...]] = field(repr=False)
 
@@ -69,7 +67,7 @@ class Arguments:
             number = path[0].idx
             named = "/".join(filter(None, (names[number], path_of(path[1:]).removesuffix("/value"))))
             weak = bool(getattr(leaf, "weak_type", False))
-            return Argument(named, tuple(leaf.shape), dtype_on_device(leaf.dtype), _sharding(leaf, named), number, weak)
+            return Argument(named, tuple(leaf.shape), traced_dtype(leaf), _sharding(leaf, named), number, weak)
 
         def rebuild(arrays: Sequence[Any]) -> tuple[Any, ...]:
             filled = [leaf for _, leaf in leaves]
@@ -81,9 +79,9 @@ class Arguments:
 
     def resized(self, rows: Mapping[int, int]) -> Arguments:
         """Return the same arguments with other numbers of rows: index of an array -> its leading size."""
-        arrays = [
-            replace(each, shape=(rows[i], *each.shape[1:])) if i in rows else each for i, each in enumerate(self.arrays)
-        ]
+        arrays = [*self.arrays]
+        for index, count in rows.items():
+            arrays[index] = replace(arrays[index], shape=(count, *arrays[index].shape[1:]))
         return replace(self, arrays=tuple(arrays))
 
 

@@ -1,8 +1,8 @@
 """The collectives of a compiled program, each counted as often as it runs.
 
 `collectives(compiled.as_text())` walks the call graph from the entry. A loop multiplies its body by its trip count, a
-conditional counts the branch that sends most, an asynchronous pair counts once, at its start. It reads the forms that
-XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. Other transfers (`send`, `recv`, custom calls) are not counted.
+conditional counts the branch that sends most, an asynchronous pair counts once, at its start. Other transfers (`send`,
+`recv`, custom calls) are not counted.
 """
 
 import functools
@@ -46,7 +46,7 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """Devices in a group; 2 for a permute, whose groups are pairs; 1 if nothing leaves a device."""
+        """Devices in a group; 2 for a permute; 1 if nothing leaves a device."""
         return max(len(set(group)) for group in self.groups)
 
     @property
@@ -57,9 +57,11 @@ class Collective:
     @property
     def caveats(self) -> tuple[str, ...]:
         """The reasons why `count` may be inexact, a sentence each."""
-        unknown = ("inside a loop of unknown trip count: counted once",) if None in self.loops else ()
-        branch = ("inside a conditional: the branch that sends most is counted",) if self.in_conditional else ()
-        return unknown + branch
+        reasons = {
+            "inside a loop of unknown trip count: counted once": None in self.loops,
+            "inside a conditional: the branch that sends most is counted": self.in_conditional,
+        }
+        return tuple(words for words, applies in reasons.items() if applies)
 
     @property
     def wire_bytes(self) -> float:
@@ -105,7 +107,7 @@ _CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
 def _of_instruction(
     step: Instruction, program: Program, of_computation: Callable[[str], tuple[Collective, ...]]
 ) -> Iterable[Collective]:
-    if step.opcode.endswith("-done") or (step.kind not in KINDS and step.kind not in _CALLERS):
+    if step.opcode.endswith("-done") or step.kind not in (*KINDS, *_CALLERS):
         return []
     if step.kind in KINDS:
         return [collective_of(step, program)]
@@ -115,12 +117,11 @@ def _of_instruction(
         rounds = {"condition": tests, "body": trips}
         runs = [(rounds[a], c) for a in rounds for name in step.called[a] for c in of_computation(name)]
         return [replace(c, loops=(times, *c.loops)) for times, c in runs]
-    inside = list(map(of_computation, step.callees))
+    branches = list(map(of_computation, step.callees))
     if step.kind == "conditional":
-        return [replace(c, in_conditional=True) for c in max(inside, key=total_wire_bytes)]
-    if step.is_start:
-        return [replace(c, name=step.name, is_async=overlaps(step)) for each in inside for c in each]
-    return [c for each in inside for c in each]
+        return [replace(c, in_conditional=True) for c in max(branches, key=total_wire_bytes)]
+    inside = [c for each in branches for c in each]
+    return [replace(c, name=step.name, is_async=overlaps(step)) for c in inside] if step.is_start else inside
 
 
 def collective_of(step: Instruction, program: Program) -> Collective:

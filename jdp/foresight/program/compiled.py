@@ -1,8 +1,7 @@
 """A compiled step, from the compiler or the cache: the scheduled program as text, its memory, XLA's warnings.
 
-`compile_step(lowered)` compiles one program at a time, because XLA writes its warnings to the process' standard error:
-the lines that arrive there meanwhile are about this program. Lines about other subjects than sharding and memory are
-passed on.
+One program compiles at a time, because XLA writes its warnings to the process' standard error: the lines that arrive
+there meanwhile are about this program.
 """
 
 import json
@@ -104,7 +103,8 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
         try:
             compiled = _with_or_without_triton(lowered)
         except jax.errors.JaxRuntimeError as error:
-            raise CompileError(_explained(error)) from error
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise CompileError(f"XLA did not compile this step: {first}") from error
     sizes: Any = compiled.memory_analysis()  # jaxlib's CompiledMemoryStats
     return Compiled(
         text=compiled.as_text() or "",
@@ -131,16 +131,6 @@ def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
             raise
         notice("XLA found no tiles for a matrix product without a GPU to try them on: compiled for cuBLAS instead")
         return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
-
-
-def _explained(error: Exception) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
-        return (
-            f"XLA ran out of device memory while it compiled this step: {first}. Reduce the memory of a device: "
-            "another strategy, more microbatches (accumulate), rematerialisation, a smaller batch"
-        )
-    return f"XLA did not compile this step: {first}"
 
 
 _LOCK = threading.Lock()

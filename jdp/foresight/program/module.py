@@ -1,8 +1,6 @@
 """A compiled XLA module as objects: computations in schedule order, instructions with operands, types and callees.
 
-`parse(compiled.as_text())` takes one pass over the text and keeps each line; properties that take time to parse (called
-computations, operands, bytes) are read from a line on demand. It reads the forms that XLA:GPU and XLA:CPU print in jax
-0.10 to 0.12.
+`parse(compiled.as_text())` takes one pass over the text; what takes time is read from an instruction's line on demand.
 """
 
 import math
@@ -32,7 +30,6 @@ class Instruction:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the instructions it reads, in order."""
         return tuple(_OPERAND.findall(self._arguments))
 
     @property
@@ -56,7 +53,6 @@ class Instruction:
 
     @property
     def callees(self) -> tuple[str, ...]:
-        """The computations in `called`, of all attributes."""
         return tuple(name for names in self.called.values() for name in names)
 
     @property
@@ -75,12 +71,10 @@ class Instruction:
 
     @property
     def parameter_number(self) -> int | None:
-        """The number of a parameter in its computation; None for any other instruction."""
         return int(self._arguments) if self.opcode == "parameter" else None
 
     @property
     def trip_count(self) -> int | None:
-        """The rounds of a `while`; None if XLA does not know them."""
         match = _TRIPS.search(self.line)
         return int(match[1]) if match else None
 
@@ -91,7 +85,6 @@ class Instruction:
 
     @cached_property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """(element type, dimensions) of every array in the result's type."""
         return shapes(self.type)
 
     @property
@@ -110,21 +103,16 @@ class Program:
     frames: dict[str, tuple[str, ...]] = field(repr=False)  # id -> "file:line"s, innermost first
 
     def __getitem__(self, computation: str) -> tuple[Instruction, ...]:
-        if computation not in self.computations:
-            raise UserError(f"the HLO text calls computation {computation!r} but lacks it: was it cut off?")
         return self.computations[computation]
 
     @cached_property
     def by_name(self) -> dict[str, dict[str, Instruction]]:
-        """computation -> name -> instruction."""
         return {key: {step.name: step for step in steps} for key, steps in self.computations.items()}
 
     def source_lines(self, step: Instruction) -> tuple[str, ...]:
         """Return the operation's source lines, "file:line", innermost first; empty if the text has none."""
-        if match := _FRAME.search(step.line):
-            return self.frames.get(match[1], ())
-        place = _SOURCE.search(step.line)  # older texts have only the innermost
-        return (f"{place[1]}:{place[2]}",) if place else ()
+        match = _FRAME.search(step.line)
+        return self.frames.get(match[1], ()) if match else ()
 
     def source_line(self, step: Instruction) -> str | None:
         return next(iter(self.source_lines(step)), None)
@@ -185,7 +173,7 @@ def shapes(type_text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def elements(type_text: str) -> list[str]:
-    """Return the types that a tuple's type consists of."""
+    """Return the types in a tuple's type."""
     found, depth, begin = list[str](), 0, 1
     for match in re.finditer(r"[()\[\]{},]", type_text):
         depth += (match[0] in "([{") - (match[0] in ")]}")
@@ -231,7 +219,6 @@ _CALLED = re.compile(
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-_SOURCE = re.compile(r'\bsource_file="([^"]*)" source_line=(\d+)')
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _BITS = re.compile(r"(?:bf|f|s|u|c)(\d+)")
 

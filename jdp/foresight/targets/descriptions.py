@@ -44,32 +44,23 @@ _OTHER = ("like", "name", "matmul_tflops", "gpu_target_config")
 _DTYPES = ("bf16", "f16", "f32", "f64", "f8e4m3fn", "f8e5m2", "s8")
 
 
-def read(path: Path) -> tuple[Gpu, str]:
+def read(file: str) -> tuple[Gpu, str]:
     """Return the GPU that a file describes, and the text of XLA's GpuTargetConfigProto for it."""
-    path = user_path(path)
-    content = _text(path, f"{path}: ")
+    path = user_path(file)
     try:
-        entries = parse(content)
+        entries = parse(_text(path, ""))
+        _check_names(entries, (*_OTHER, *_RATES), "a key")
+        like, dump = entries.get("like"), entries.get("gpu_target_config")
+        if like not in [*GPUS]:
+            hint = nearest(str(like), GPUS)
+            raise UserError(f"like must name the GPU to start from, one of {', '.join(GPUS)}; given {like!r}{hint}")
+        if dump is None:
+            gpu = _changed(GPUS[like], entries)
+            return gpu, written(gpu)
+        text = _text(path.parent / str(dump), "gpu_target_config ")
+        return _changed(with_config(GPUS[like], text), entries), text
     except ValueError as error:
-        raise UserError(f"{path}: not TOML: it {error}") from error
-    _check_names(entries, (*_OTHER, *_RATES), path, "a key")
-    like, dump = entries.get("like"), entries.get("gpu_target_config")
-    if not isinstance(like, str) or like not in GPUS:
-        hint = nearest(like, GPUS) if isinstance(like, str) else ""
-        raise UserError(f"{path}: like must name the GPU to start from, one of {', '.join(GPUS)}; given {like!r}{hint}")
-    if dump is None:
-        gpu = _changed(GPUS[like], entries, path)
-        return gpu, written(gpu)
-    if not isinstance(dump, str) or not dump:
-        raise UserError(
-            f"{path}: gpu_target_config must be the path of a text that XLA dumped; given {dump!r}: name that file"
-        )
-    text = _text(path.parent / dump, f"{path}: gpu_target_config ")
-    try:
-        gpu = with_config(GPUS[like], text)
-    except ValueError as error:
-        raise UserError(f"{path}: gpu_target_config: {error}") from error
-    return _changed(gpu, entries, path), text
+        raise UserError(f"{path}: {error}") from error
 
 
 def _text(path: Path, subject: str) -> str:
@@ -80,38 +71,35 @@ def _text(path: Path, subject: str) -> str:
         raise UserError(f"{subject}cannot be read: {error}") from error
 
 
-def _changed(gpu: Gpu, entries: Mapping[str, object], path: Path) -> Gpu:
+def _changed(gpu: Gpu, entries: Mapping[str, object]) -> Gpu:
     changes = dict[str, object]()
     for key, (field, unit) in _RATES.items():
         if key in entries:
-            number = _number(entries[key], key, path) * unit
+            number = _number(entries[key], key) * unit
             changes[field] = round(number) if field == "memory_bytes" else number
     name = entries.get("name", gpu.name)
     if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set('"\\'):
-        raise UserError(f"{path}: name must be one line without quotes or backslashes; given {name!r}: rename it")
+        raise UserError(f"name must be one line without quotes or backslashes; given {name!r}: rename it")
     peaks = entries.get("matmul_tflops", {})
     if not isinstance(peaks, dict):
-        raise UserError(f"{path}: matmul_tflops must be a table such as {{ bf16 = 990 }}; given {peaks!r}: write one")
-    _check_names(peaks, _DTYPES, path, "an element type of matmul_tflops")
-    faster = {str(dtype): 1e12 * _number(peak, f"matmul_tflops.{dtype}", path) for dtype, peak in peaks.items()}
+        raise UserError(f"matmul_tflops must be a table such as {{ bf16 = 990 }}; given {peaks!r}: write one")
+    _check_names(peaks, _DTYPES, "an element type of matmul_tflops")
+    faster = {str(dtype): 1e12 * _number(peak, f"matmul_tflops.{dtype}") for dtype, peak in peaks.items()}
     return replace(gpu, **changes, name=name, matmul_flops={**gpu.matmul_flops, **faster})
 
 
-def _number(value: object, key: str, path: Path) -> float:
+def _number(value: object, key: str) -> float:
     most = 1 if key.endswith("_efficiency") else 1e9
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
     if not 0 <= number <= most or (number == 0 and not key.endswith("_latency_us")):  # nan is in no range
-        raise UserError(
-            f"{path}: {key} must be a positive number{' of at most 1' * (most == 1)}; given {value!r}: correct it"
-        )
+        raise UserError(f"{key} must be a positive number{' of at most 1' * (most == 1)}; given {value!r}: correct it")
     return float(number)
 
 
-def _check_names(names: Iterable[object], allowed: Sequence[str], path: Path, what: str) -> None:
-    for name in names:
-        if name not in allowed:
-            hint = nearest(str(name), allowed)
-            raise UserError(f"{path}: {what} must be one of {', '.join(allowed)}; given {name!r}{hint}")
+def _check_names(names: Iterable[object], allowed: Sequence[str], what: str) -> None:
+    if unknown := next((name for name in names if name not in allowed), None):
+        hint = nearest(str(unknown), allowed)
+        raise UserError(f"{what} must be one of {', '.join(allowed)}; given {unknown!r}{hint}")
 
 
 _TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\s*("(?:[^"\\]|\\.)*"|[^\s{}]+)|(\}))')
@@ -148,7 +136,7 @@ device_description_str: "{gpu.name}"
 """
 
 
-def fields(text: str) -> dict[str, str]:
+def _fields(text: str) -> dict[str, str]:
     """Return the scalars of a text proto by path, `"gpu_device_info.core_count": "132"`, strings without quotes."""
     path, scalars, at = list[str](), dict[str, str](), 0
     end = len(text.rstrip())
@@ -177,7 +165,7 @@ _SOFTWARE = ("dnn_version", "driver_version", "runtime_version", "compile_time_t
 
 def device_fields(text: str) -> dict[str, str]:
     """Return the fields of the device without zeros, which XLA does not write; `name` is jax's name for the device."""
-    prefix, scalars = "gpu_device_info.", fields(text)
+    prefix, scalars = "gpu_device_info.", _fields(text)
     device = {k.removeprefix(prefix): v for k, v in scalars.items() if k.startswith(prefix) and v not in ("0", "NONE")}
     if "core_count" not in device:
         raise UserError("the text describes no GPU: give XLA's *gpu_target_config.pbtxt")

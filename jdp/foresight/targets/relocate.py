@@ -15,18 +15,18 @@ from typing import Any
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as attention
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jdp.base.disk_cache import Cache
 from jdp.base.errors import UserError
 from jdp.core.batch import batch_rows
-from jdp.core.sharding.axes import DATA, BatchUnit
+from jdp.core.gradients.loss_call import traced_dtype
+from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, Device
 from jdp.foresight.program.compiled import Compiled, compile_step
-from jdp.foresight.targets.descriptions import fields
 from jdp.foresight.targets.resolve import Target, target_of
 
 
@@ -42,16 +42,15 @@ class Candidate:
     state: TrainState  # `jax.ShapeDtypeStruct` leaves with their shardings, as in the batch
     batch: Batch
     notes: tuple[str, ...] = ()  # changes to the arguments, a sentence each
-    cudnn: int | None = None  # the assumed version on described devices; None: real devices
 
     @property
     def name(self) -> str:
         return candidate_name(self.step.plan.strategy, self.step.settings.accumulate)
 
     def lower(self) -> jax.stages.Lowered:
-        """Return `step.lower(state, batch)` for devices that are only described."""
+        """Return `step.lower(state, batch)`, also for devices that are only described."""
         mesh = self.step.plan.mesh  # the context's too: a loss written under `jax.set_mesh` finds its axes
-        with lowering_for(mesh.devices.flat[0], self.cudnn), jax.set_mesh(mesh):
+        with lowering_for(mesh.devices.flat[0]), jax.set_mesh(mesh):
             return self.step.lower(self.state, self.batch)
 
     def compile(self, target: Target, cache: Cache | None = None) -> Compiled:
@@ -69,26 +68,26 @@ def compile_for(
 
 MISMATCHES = ("incompatible devices", "cannot change the size of the mesh", "should match the mesh")
 """jax's messages if a function's mesh is not the context's."""
-_OTHER_MESH = (
-    "The loss uses a mesh of this machine's devices, in a NamedSharding for example; the target has another mesh. "
-    "Write jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(...)) and train under jax.set_mesh(mesh); or "
-    "leave out the target to compile for this machine's devices."
-)
 _IMPOSSIBLE = {
     "Unknown backend": "The step calls back to the host (jax.debug.print, jax.debug.callback, pure_callback, "
     "io_callback), and a callback cannot be compiled for devices that are only described. Remove it from the loss, or "
     "leave out the target to compile for this machine's devices.",
-    **dict.fromkeys(MISMATCHES, _OTHER_MESH),
+    **dict.fromkeys(
+        MISMATCHES,
+        "The loss uses a mesh of this machine's devices, in a NamedSharding for example; the target has another mesh. "
+        "Write jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(...)) and train under "
+        "jax.set_mesh(mesh); or leave out the target to compile for this machine's devices.",
+    ),
 }
 """jax's message if a step cannot be lowered for a target -> the fix."""
 
 
 @contextmanager
-def lowering_for(device: Device, cudnn: int | None) -> Generator[None]:
+def lowering_for(device: Device) -> Generator[None]:
     """Return a context to lower for a device: it answers for its cuDNN, explains jax's errors and hides a warning."""
     try:
-        with warnings.catch_warnings(), answered_for(device, cudnn):
-            # `traffic.symptoms` reads the arguments that were not donated from the program, with their paths.
+        with warnings.catch_warnings(), answered_for(device):
+            # `traffic.faults` reads the arguments that were not donated from the program, with their paths.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             yield
     except (RuntimeError, ValueError) as error:
@@ -106,80 +105,47 @@ def abstract_on(
     *,
     microbatches: int | None = None,
 ) -> Candidate:
+    """Put a step and its operands on a target; rows are rounded up to as many `microbatches`, by default its own."""
     target = None if target is None else target_of(target)
-    plan = step.plan.on(_mesh(step, state, target))
-    rows, notes = batch_rows(batch), tuple[str, ...]()
+    rows, notes, mesh = batch_rows(batch), tuple[str, ...](), mesh_of(state) or step.plan.mesh
     if target is not None:
-        relocated = step.changed(plan=plan, accumulate=microbatches or step.settings.accumulate)
-        rows, notes = round_up_rows(rows, relocated.loss.batch_unit)
+        try:
+            mesh = make_mesh(devices=target.devices, **{**step.plan.mesh.shape, DATA: -1})
+        except ValueError as error:
+            raise UserError(f"{target}: {error}") from None
         state = jax.eval_shape(lambda state: state, state)  # without shardings
+    plan = step.plan.on(mesh)
+    if target is not None:
+        unit = step.changed(plan=plan, accumulate=microbatches or step.settings.accumulate).loss.batch_unit
+        given, rows = rows, -(-rows // unit.rows) * unit.rows
+        notes = (f"{unit.rule(given)}: rounded up to {rows}",) if rows != given else ()
 
     def leaf_on(leaf: Any, planned: NamedSharding) -> jax.ShapeDtypeStruct:
         present = getattr(leaf, "sharding", None) if target is None else None
-        return _abstract(leaf, leaf.shape, present if isinstance(present, NamedSharding) else planned)
+        sharding = present if isinstance(present, NamedSharding) else planned
+        return jax.ShapeDtypeStruct(leaf.shape, traced_dtype(leaf), sharding=sharding)
+
+    def rows_on(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), traced_dtype(leaf), sharding=plan.batch_sharding)
 
     abstract_state = jax.tree.map(leaf_on, state, plan.shardings(state))
-    abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
-    cudnn = cudnn_of(target_of(target, abstract_state))
-    return Candidate(step.on(plan.mesh), abstract_state, abstract_batch, notes, cudnn=cudnn)
+    return Candidate(step.on(plan.mesh), abstract_state, jax.tree.map(rows_on, batch), notes)
 
 
-def cudnn_of(target: Target) -> int | None:
-    """Return the assumed version of cuDNN on described devices; None for real devices."""
-    if target.config is None and type(target.devices[0].client).__name__ != "CompileOnlyPyClient":
-        return None
-    return version_in(target.config or "")
-
-
-def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
-    raised = -(-rows // unit.rows) * unit.rows
-    if raised == rows:
-        return rows, ()
-    rule = unit.rule(rows)
-    if raised >= 2**31:
-        raise UserError(f"{rule}: rounded up to {raised}, but a batch has fewer than 2^31 rows: lower accumulate")
-    return raised, (f"{rule}: rounded up to {raised}",)
-
-
-def _mesh(step: Step, state: TrainState, on: Target | None) -> Mesh:
-    if on is None:
-        return mesh_of(state) or step.plan.mesh
-    try:
-        return make_mesh(devices=on.devices, **{**step.plan.mesh.shape, DATA: -1})
-    except ValueError as error:
-        raise UserError(f"{on}: {error}") from None
-
-
-def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype_on_device(leaf.dtype), sharding=sharding)
-
-
-def dtype_on_device(dtype: Any) -> Any:
-    """Return the dtype of an array on a device: float32 for NumPy's float64; a key keeps its dtype."""
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
-
-
-ASSUMED = 91_000
-"""cuDNN 9.10, as in `written`, for a description without a version."""
+_CUDNN = 91_000
+"""The assumed cuDNN of described GPUs, in its own numbers: 9.10.0, as in `descriptions.written`."""
 _LOCK = threading.RLock()
 
 
-def version_in(config: str) -> int:
-    """Return the version of cuDNN in a GPU's description, in cuDNN's own numbers: 91000 is 9.10.0."""
-    scalars = fields(config)
-    major, minor, patch = (int(scalars.get(f"dnn_version_info.{part}", "0")) for part in ("major", "minor", "patch"))
-    return 10_000 * major + 100 * minor + patch or ASSUMED
-
-
 @contextmanager
-def answered_for(device: Device | None, version: int | None) -> Generator[None]:
-    """Answer jax's checks for a described GPU inside the context."""
-    if device is None or version is None or device.platform != "gpu":
+def answered_for(device: Device | None) -> Generator[None]:
+    """Answer jax's checks for a GPU that is only described inside the context."""
+    if device is None or device.platform != "gpu" or type(device.client).__name__ != "CompileOnlyPyClient":
         yield
         return
     capability = _parts(device.compute_capability)
     answers = {
-        "check_cudnn_version": lambda: version,
+        "check_cudnn_version": lambda: _CUDNN,
         "check_compute_capability": lambda least: capability >= _parts(least),
         "is_cuda_compute_capability_equal": lambda other: capability == _parts(other),
     }

@@ -1,19 +1,16 @@
 """Devices to compile for that this machine need not have.
 
-`target("h100:8x8")` checks that XLA's compiler for that kind is installed (`jdp[aot]`, for TPUs `jdp[tpu]`), and
-describes the chip to it by a text proto of published numbers. It returns stand-ins for 64 devices on 8 hosts: a step
-lowered over their mesh compiles to the program that those devices would run. `target("cpu:8")` is the virtual CPU
-devices of this process, `target_of(None)` the devices of this machine or cluster. jax's plugins are loaded for the
-first target that needs them.
+`target("h100:8x8")` describes the chip to XLA's compiler by a text proto of published numbers, and returns stand-ins
+for 64 devices on 8 hosts: a step lowered over their mesh compiles to the program that those devices would run.
 """
 
+import contextlib
 import ctypes
 import importlib.metadata
 import math
 import os
 import re
 from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +19,6 @@ import jax
 from jdp.base.chips import CHIPS, GPUS, TPUS, Chip
 from jdp.base.errors import UserError
 from jdp.base.toml import described
-from jdp.base.user_path import user_path
 from jdp.base.words import nearest
 from jdp.core.sharding.mesh import mesh_of
 from jdp.core.types import Device, PyTree
@@ -33,7 +29,6 @@ _GRAMMAR = (
     "file describes); TPU:TOPOLOGY, such as tpu-v5e:4x4; or cpu:N, such as cpu:8"
 )
 _INSTALL = "pip install 'jdp[aot]'"
-_INSTALL_TPU = "pip install 'jdp[tpu]'"
 
 KINDS = (*CHIPS, "cpu")
 MOST_DEVICES = 16384
@@ -90,7 +85,7 @@ def target(name: str) -> Target:
         return Target(kind, 1, sizes[0], _cpu_devices(name, sizes[0]), None, "cpu", shape=shape)
     if kind in TPUS:
         return _tpu_target(name, kind, shape)
-    chip, config = (GPUS[kind], written(GPUS[kind])) if kind in GPUS else read(user_path(kind))
+    chip, config = (GPUS[kind], written(GPUS[kind])) if kind in GPUS else read(kind)
     _check_compiler(name)
     hosts, per_host = sizes
     devices = _gpu_devices(name, config, hosts, per_host)
@@ -102,14 +97,12 @@ def _parse(name: str) -> tuple[str, str]:
     kind = kind if kind.endswith(".toml") else kind.lower()
     size = "[1-9][0-9]{0,17}"  # Python parses at most 4300 digits
     shapes = {"cpu": size, **dict.fromkeys(TPUS, f"{size}(x{size}){{1,2}}")}
-    if not kind or not re.fullmatch(f"{size}(x{size}){{0,2}}", shape):
-        raise UserError(f"{_GRAMMAR}; given {name!r}: write one of these")
-    if kind not in KINDS and not kind.endswith(".toml"):
+    if kind and kind not in KINDS and not kind.endswith(".toml"):
         raise UserError(
             f"the kind of a target must be one of {', '.join(KINDS)}, or a file that ends in .toml; given {kind!r} in "
             f"{name!r}{nearest(kind, KINDS)}"
         )
-    if not re.fullmatch(shapes.get(kind, f"{size}x{size}"), shape):
+    if not kind or not re.fullmatch(shapes.get(kind, f"{size}x{size}"), shape):
         raise UserError(f"{_GRAMMAR}; given {name!r}: write one of these")
     if math.prod(map(int, shape.split("x"))) > MOST_DEVICES:
         raise UserError(f"a target has at most {MOST_DEVICES} devices; given {name!r}: use fewer")
@@ -143,13 +136,12 @@ def _check_compiler(name: str) -> None:
     if family is None:
         raise UserError(f"target {name!r} needs XLA's GPU compiler, which is not installed: {_INSTALL}")
     jaxlib = _installed("jaxlib")
-    for package in family:
-        if _installed(package) != jaxlib:
-            pins = " ".join(f"'{p}=={jaxlib}'" for p in family)
-            raise UserError(
-                f"target {name!r} needs XLA's GPU compiler at exactly jaxlib's version: {package} is "
-                f"{_installed(package)}, jaxlib is {jaxlib}: pip install {pins}"
-            )
+    if other := next((package for package in family if _installed(package) != jaxlib), None):
+        pins = " ".join(f"'{package}=={jaxlib}'" for package in family)
+        raise UserError(
+            f"target {name!r} needs XLA's GPU compiler at exactly jaxlib's version: {other} is {_installed(other)}, "
+            f"jaxlib is {jaxlib}: pip install {pins}"
+        )
     if not _has_toolkit():
         raise UserError(f"target {name!r} needs ptxas and libdevice (nvidia-cuda-nvcc and nvidia-nvvm): {_INSTALL}")
 
@@ -187,21 +179,17 @@ def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Dev
     return tuple(described.devices)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _unchecked_without_driver() -> Generator[None]:
-    """Without an NVIDIA driver, keep the CUDA plugin from its checks, which would fail on a machine that only compiles.
-
-    With JAX_PLATFORMS=cpu it makes none. With a driver they stay on: they protect real runs.
-    """
+    """Without an NVIDIA driver, keep the CUDA plugin from checks that would fail on a machine that only compiles."""
     switch = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-    if switch in os.environ or _has_driver():
-        yield
-        return
-    os.environ[switch] = "1"
+    chosen = switch in os.environ or _has_driver()
+    os.environ |= {} if chosen else {switch: "1"}
     try:
         yield
     finally:
-        del os.environ[switch]
+        if not chosen:
+            del os.environ[switch]
 
 
 def _has_driver() -> bool:
@@ -213,9 +201,10 @@ def _has_driver() -> bool:
 
 
 def _tpu_target(name: str, kind: str, shape: str) -> Target:
-    """Return the TPUs of one slice, from libtpu, which also decides how many hosts the slice has."""
+    """Return the TPUs of one slice, whose hosts libtpu decides."""
     if _installed("libtpu") is None:
-        raise UserError(f"target {name!r} needs XLA's TPU compiler, libtpu, which is not installed: {_INSTALL_TPU}")
+        install = "pip install 'jdp[tpu]'"
+        raise UserError(f"target {name!r} needs XLA's TPU compiler, libtpu, which is not installed: {install}")
     from jax.experimental import topologies
 
     try:
@@ -243,14 +232,9 @@ def target_of(named: str | Target | None, state: PyTree = None) -> Target:
         return Target("cpu", 1, len(devices), tuple(devices), None, "cpu", shape=str(len(devices)))
     known = ((kind, chip) for kind, chip in GPUS.items() if chip.name == first.device_kind)
     kind, chip = next(known, (first.device_kind, None))
-    memory = chip.memory_bytes if chip is not None else allocatable_bytes(first)
+    memory = None if chip is None else chip.memory_bytes
+    if chip is None:
+        with contextlib.suppress(AttributeError, jax.errors.JaxRuntimeError, NotImplementedError):
+            memory = (first.memory_stats() or {}).get("bytes_limit")  # of its allocator; not of a described device
     hosts = len({device.process_index for device in devices})
     return Target(kind, hosts, len(devices) // hosts, tuple(devices), memory, first.device_kind, chip)
-
-
-def allocatable_bytes(device: Device) -> int | None:
-    """Return the limit of the device's allocator; None if the device is only described or does not report it."""
-    try:
-        return (device.memory_stats() or {}).get("bytes_limit")
-    except (AttributeError, jax.errors.JaxRuntimeError, NotImplementedError):
-        return None

@@ -10,9 +10,16 @@ from dataclasses import dataclass
 
 from jdp.base.chips import Chip, Gpu
 from jdp.foresight.program.module import Instruction, Program, array_bytes
-from jdp.foresight.timing.attention import TARGET as ATTENTION
-from jdp.foresight.timing.attention import Attention, attention, attention_seconds
-from jdp.foresight.timing.matmuls import LIBRARY_PRODUCTS, Product, custom_call_target, products
+from jdp.foresight.timing.matmuls import (
+    ATTENTION_TARGET,
+    LIBRARY_PRODUCTS,
+    Attention,
+    Product,
+    attention,
+    attention_seconds,
+    custom_call_target,
+    products,
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,8 @@ def cost(step: Instruction, computation: str, program: Program) -> KernelCost:
 
 def unknown_work(step: Instruction) -> str | None:
     """Return the name of a custom call whose FLOPs the text does not show; None for any other instruction."""
-    if step.kind != "custom-call" or (target := custom_call_target(step)).startswith((*LIBRARY_PRODUCTS, ATTENTION)):
+    counted = (*LIBRARY_PRODUCTS, ATTENTION_TARGET)
+    if step.kind != "custom-call" or (target := custom_call_target(step)).startswith(counted):
         return None
     return target or "custom-call"
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jdp.base.chips import CHIPS
-from jdp.core.reading.flops import count_flops
+from jdp.core.gradients.loss_call import traced_dtype
+from jdp.core.reading.jaxprs import count_flops
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
-from jdp.foresight.targets.relocate import dtype_on_device
 
 
 def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
@@ -27,7 +27,7 @@ def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
         model = params if adapter is None else adapter.merge(params, model_state, rng)
         return jax.tree.leaves(step.loss_fn(model, batch, rng))
 
-    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype_on_device(leaf.dtype))  # noqa: E731
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, traced_dtype(leaf))  # noqa: E731
     others = jax.tree.map(shape, (state.model_state, batch, state.rng))
     working = step.settings.precision.working_shapes(state.params)
     forward = count_flops(jax.make_jaxpr(loss)(working, *others).jaxpr)

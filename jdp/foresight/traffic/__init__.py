@@ -1,4 +1,4 @@
-"""The traffic of a step (`sends.py`), compared with its strategy's promise: `theory.py`, `contract.py`.
+"""The traffic of a step, compared with its strategy's promise: `theory.py`, `contract.py`.
 
-`origin.py` finds the line and the parameter of a tensor, `breaches.py` and `symptoms.py` report faults.
+`origin.py` finds the line and the parameter of a tensor, `faults.py` reports faults and symptoms.
 """

@@ -187,13 +187,9 @@ def users_line(source_lines: Iterable[str]) -> str | None:
         posix = line.replace("\\", "/")
         if _STEP.match(posix):
             return None  # the next line calls the step
-        if not _LIBRARIES.search(posix) and not is_own_line(line):
+        if not _LIBRARIES.search(posix) and not _OWN.match(posix):
             return line
     return None
-
-
-def is_own_line(line: str) -> bool:
-    return _OWN.match(line.replace("\\", "/")) is not None
 
 
 @dataclass(frozen=True)

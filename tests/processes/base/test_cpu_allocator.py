@@ -5,13 +5,13 @@ import platform
 import pytest
 from own_process import python
 
-from jdp.base import cpu_allocator
+from jdp.base import machine
 
 GLIBC = platform.libc_ver()[0] == "glibc"
 PROGRAM = """
 import mmap, resource, sys
 import numpy as np
-from jdp.base.cpu_allocator import keep_memory
+from jdp.base.machine import keep_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -38,5 +38,5 @@ def test_freed_memory_is_reused_without_page_faults():
 
 
 def test_another_allocator_or_library_is_left_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpu_allocator, "_OTHER_ALLOCATORS", ("malloc",))  # a name that every library has
-    assert cpu_allocator.keep_memory() is None
+    monkeypatch.setattr(machine, "_OTHER_ALLOCATORS", ("malloc",))  # a name that every library has
+    assert machine.keep_memory() is None

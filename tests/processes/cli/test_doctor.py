@@ -15,16 +15,16 @@ from tiny_runs import refused
 
 import jdp
 from jdp.cli import main as cli
+from jdp.launch import doctor as checks
 from jdp.launch import launch
-from jdp.launch.doctor import devices
 
 SHORT, SMALL = 0.1, (2**16, 2**18)  # seconds of all-reduces, in place of two, and bytes of each
 
 
 @pytest.fixture(autouse=True)
 def all_reduces_are_few(monkeypatch):
-    monkeypatch.setattr(devices, "SECONDS", SHORT)
-    monkeypatch.setitem(devices.PAYLOADS, "cpu", SMALL)
+    monkeypatch.setattr(checks, "SECONDS", SHORT)
+    monkeypatch.setitem(checks.PAYLOADS, "cpu", SMALL)
 
 
 def doctor(tmp_path, *arguments, before=""):
@@ -36,8 +36,8 @@ def doctor(tmp_path, *arguments, before=""):
         "rank = int(os.environ.get('JDP_PROCESS_ID', 0))\n"
         f"{before}\n"
         "from jdp.cli.main import main\n"
-        "from jdp.launch.doctor import devices\n"
-        f"devices.SECONDS, devices.PAYLOADS['cpu'] = {SHORT}, {SMALL}\n"
+        "from jdp.launch import doctor as checks\n"
+        f"checks.SECONDS, checks.PAYLOADS['cpu'] = {SHORT}, {SMALL}\n"
         f"sys.exit(main(['doctor', *{list(arguments)!r}]))\n"
     )
     return [sys.executable, str(path)]
@@ -84,8 +84,8 @@ def test_two_processes_of_other_versions(tmp_path, capfd):
 def test_a_process_that_stops_in_the_all_reduce(tmp_path, capfd):
     """Nothing in JAX ends that wait; here it is told, with all that was found before."""
     before = """
-from jdp.launch.doctor import devices
-if rank == 1: devices.time_all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+from jdp.launch import doctor as checks
+if rank == 1: checks.time_all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 """
     command = doctor(tmp_path, "--json", "--timeout", "8", before=before)
     code = launch(command, 2, devices_per_process=1, clean_stdout=True, environment=environment())
@@ -115,7 +115,7 @@ if os.environ.get("NCCL_P2P_DISABLE") != "1":
 def test_a_hanging_all_reduce_is_tried_without_nccl(tmp_path):
     """A device that never comes to the sum stands for peer-to-peer copies that are lost: here, and in the tries."""
     (tmp_path / "sitecustomize.py").write_text(HANGS)
-    before = "from jdp.launch.doctor import devices; devices.is_nccl_used = lambda: True"
+    before = "from jdp.launch import doctor as checks; checks.is_nccl_used = lambda: True"
     variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
     command, variables = doctor(tmp_path, "--timeout", "15", before=before), environment() | variables
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)

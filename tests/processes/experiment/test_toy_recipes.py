@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from tiny_runs import rows
 
 import jdp
-from jdp.checkpoint.safetensors.hugging_face import hf_names
+from jdp.checkpoint.safetensors.names import hf_names
 from jdp.cli.main import main
 from jdp.data.held_out import content_score
 from jdp.experiment.assembly import Assembly

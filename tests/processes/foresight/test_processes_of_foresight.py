@@ -8,7 +8,7 @@ from jdp.foresight.targets import resolve as targets
 TPU_CODE = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jdp.foresight.timing.operations import collective_cost
+from jdp.foresight.timing.timeline import collective_cost
 from jdp.foresight.targets.resolve import target
 found = target("tpu-v5e:2x2")
 mesh = Mesh(np.array(found.devices), ("data",))

@@ -6,9 +6,7 @@ import time
 import pytest
 from damage import small_disk
 
-from jdp.launch.doctor.devices import nccl_cure
-from jdp.launch.doctor.findings import Examined, Finding
-from jdp.launch.doctor.machine import examine_disk, examine_versions, existing
+from jdp.launch.doctor import Examined, Finding, examine_disk, examine_versions, existing, nccl_cure
 
 
 def named(findings, check):
@@ -76,7 +74,7 @@ def test_each_problem_is_reported_once_with_processes():
     fine, bad, note = Finding("a", "ok", "1"), Finding("a", "wrong", "2", "mend it"), Finding("b", "note", "3", "look")
     other = Finding("a", "wrong", "4", "mend it")
     examined = Examined({0: [fine, note], 1: [bad], 2: [other]}, {0: "n0", 1: "n1", 2: "n1"})
-    wrong, noted = "WRONG  a  2  [processes 1, 2]", "note   b  3  [process 0 on n0]"
+    wrong, noted = "WRONG  a  2  [processes 1 and 2]", "note   b  3  [process 0 on n0]"
     assert examined.lines() == [wrong, "          → mend it", noted, "          → look"]
     assert examined.wrong == 1
     well = Examined({0: [fine], 1: [Finding("a", "ok", "9")]}, {0: "n0", 1: "n1"})

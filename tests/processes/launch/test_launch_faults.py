@@ -89,9 +89,9 @@ def test_two_kills_cost_only_time(folder, undisturbed, capfd, monkeypatch):
     assert [kill - step in (1, 3) for kill, step in zip((5, 9), reached, strict=True)] == [True] * 2, reached
     assert out.count("resumed after step") == 2
     assert course(folder, "killed") == undisturbed
-    first, second = [line for line in diagnose(folder / "runs" / "killed").words if "was killed, by process" in line]
-    assert "was killed, by process 0: Process 0 ended without a message after step 8" in first
-    assert "was killed, by process 1: Process 1 ended without a message after step 4" in second
+    first, second = [line for line in diagnose(folder / "runs" / "killed").words if "The visit that began" in line]
+    assert ": Process 0 ended without a message after step 8" in first
+    assert ": Process 1 ended without a message after step 4" in second
     told = read(folder / "runs" / "killed" / EVENT_LOGS / "node-00000.jsonl")
     assert [event["event"] for event in told] == ["ended", "restart"] * 2
     logs = {rank: sorted(file.name for file in (folder / "killed").glob(f"rank-{rank:05}*")) for rank in (0, 1)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jdp.base import notices
 from jdp.base.disk_cache import Cache, default_folder, others_may_write
-from jdp.launch.doctor.machine import examine_cache
+from jdp.launch.doctor import examine_cache
 
 NAMES = [f"{hashlib.sha256(bytes([i])).hexdigest()}.json.z" for i in range(5)]
 

@@ -14,8 +14,7 @@ import pytest
 from tiny_states import at, fill, names, target, weight_of
 
 import jdp
-from jdp.checkpoint import upkeep
-from jdp.checkpoint.format import checksums
+from jdp.checkpoint import stored, upkeep
 
 pytestmark = pytest.mark.usefixtures("fresh_notices")
 
@@ -169,8 +168,8 @@ def test_a_record_may_have_numpy_and_jax_scalars(tmp_path):
 
 
 def test_two_writers_do_not_share_a_save(tmp_path, monkeypatch):
-    ready, commit = threading.Event(), checksums.commit
-    monkeypatch.setattr(checksums, "commit", lambda *given: (ready.wait(10), commit(*given)))
+    ready, commit = threading.Event(), stored.commit
+    monkeypatch.setattr(stored, "commit", lambda *given: (ready.wait(10), commit(*given)))
     with jdp.Checkpoints(tmp_path) as first, jdp.Checkpoints(tmp_path) as second:
         first.save(at(1))
         for step in (1, 2):
@@ -228,7 +227,7 @@ def test_close_ends_an_interrupted_save(tmp_path, monkeypatch):
 
 def test_an_interrupted_close_keeps_the_claim(tmp_path, monkeypatch):
     """Until the save in the background is complete, no other process may save."""
-    closing, commit = threading.Event(), checksums.commit
+    closing, commit = threading.Event(), stored.commit
 
     def interrupted():
         closing.set()
@@ -241,7 +240,7 @@ def test_an_interrupted_close_keeps_the_claim(tmp_path, monkeypatch):
             upkeep.claim(tmp_path)
         commit(*given)
 
-    monkeypatch.setattr(checksums, "commit", late)
+    monkeypatch.setattr(stored, "commit", late)
     saved = jdp.Checkpoints(tmp_path)
     saved.save(at(1))
     monkeypatch.setattr(saved, "wait", interrupted)

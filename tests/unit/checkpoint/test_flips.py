@@ -16,8 +16,7 @@ from tiny_states import names
 
 import jdp
 from jdp.base import notices
-from jdp.checkpoint import check
-from jdp.checkpoint.format import checksums
+from jdp.checkpoint import check, stored
 
 pytestmark = pytest.mark.usefixtures("fresh_notices")
 SIZE = 640  # arrays of 1.6 MB: small ones are kept in files that have checksums of their own
@@ -174,7 +173,7 @@ def test_a_forged_table_reads_nothing_outside(own, name, message):
     (own / "outside").write_text("secret")
     (own / "2" / "link").symlink_to(own / "outside")
     os.mkfifo(own / "2" / "pipe")
-    checksums.commit(own / "2", {name: (0, "0" * 32)})
+    stored.commit(own / "2", {name: (0, "0" * 32)})
     with pytest.raises(jdp.CheckpointError, match=message):
         jdp.restore(own / "2", target())
     assert message in verdict_of(own)

@@ -19,7 +19,7 @@ from tiny_states import assert_same_bits
 
 import jdp
 from jdp.checkpoint.memory import copies, host
-from jdp.checkpoint.memory.generation import Slot
+from jdp.checkpoint.memory.host import Slot
 
 TX = optax.adam(1e-2)
 

@@ -8,8 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.checkpoint.memory.exchange import assembled, part_numbers
-from jdp.checkpoint.memory.layout import Grid, layout
+from jdp.checkpoint.memory.parts import Grid, assembled, layout, part_numbers
 from jdp.foresight.targets.resolve import target_of
 
 HOSTS, PER_HOST = 3, 4

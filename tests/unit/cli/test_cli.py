@@ -22,9 +22,8 @@ from tiny_experiment import SMALL, points_text, write_points
 import jdp
 from jdp.base import machine
 from jdp.cli import main as cli
-from jdp.cli.help import USUAL_KEYS
 from jdp.cli.main import main
-from jdp.cli.options import UsageError, split_overrides, write_file
+from jdp.cli.options import USUAL_KEYS, UsageError, split_overrides, write_file
 from jdp.core.cluster.initialize import is_lost_peer
 from jdp.core.cluster.schedulers import find_cluster
 from jdp.experiment.file import describe
@@ -141,7 +140,10 @@ MISTAKES = {
         ["launch", "-n", "2", *TWO_NODES, "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
         "data=3, but there are 8 devices",
     ),
-    "run dir of a program": (["launch", "-n", "2", "--run-dir", "x", "--", "x.py"], "--run-dir is for experiments"),
+    "run dir of a program": (
+        ["launch", "-n", "2", "--run-dir", "x", "--", "-m", "json"],
+        "--run-dir is for experiments",
+    ),
 }
 
 

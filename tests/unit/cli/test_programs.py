@@ -248,8 +248,12 @@ MISTAKES = {
     "a tolerance": ("own_step.py:make_step", ["--tolerance", "2"], "--tolerance is a percentage; given .2.: write 2%"),
     "a key": ("own_step.py:make_step", ["--train.steps", "3"], "--train.steps is for an experiment; given the program"),
     "no baseline": ("own_step.py:make_step", ["--against", "nosuch.json"], "No such file or directory; write it with"),
-    "another JSON": ("own_step.py:make_step", ["--against", "other.json"], "given .* format 2, and 1 is read"),
-    "itself": ("own_step.py:make_step", ["--against", "a.json", "--save", "./a.json"], "--save would replace the base"),
+    "another JSON": (
+        "own_step.py:make_step",
+        ["--against", "other.json"],
+        "given .*: format: Input should be 1; write",
+    ),
+    "itself": ("own_step.py:make_step", ["--against", "a.json", "--save", "./a.json"], "--save would replace the"),
 }
 
 

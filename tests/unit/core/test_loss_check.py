@@ -13,7 +13,7 @@ from flax import nnx
 from trainings import assert_close, plan_of, train
 
 import jdp
-from jdp.core.gradients.trial_values import moved_rows
+from jdp.core.gradients.loss_check import moved_rows
 
 ROWS, WIDTH = 32, 8
 PLAN = plan_of("zero1", 4)

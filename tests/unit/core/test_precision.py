@@ -27,14 +27,11 @@ def loss_fn(params, batch, rng):
 
 
 def test_weights_must_rest_as_the_precision_says():
-    with jax.enable_x64(True):
-        params = jax.eval_shape(lambda: {"a": {"w": jnp.zeros(8, "bfloat16")}, "b": jnp.zeros(8)})
+    params = jax.eval_shape(lambda: {"a/w": jnp.zeros(8, "bfloat16")})
     message = "Precision.params is fp32, but a/w is bfloat16. Initialise it in fp32, or pass precision="
     with pytest.raises(ValueError, match=re.escape(message)):
-        jdp.Precision.of("fp32").check_params({"a/w": params["a"]["w"]})
-    jdp.Precision(params="bf16").check_params({"a/w": params["a"]["w"]})
-    with pytest.raises(ValueError, match=r"b is float64. Initialise it in fp32, or unset JAX_ENABLE_X64 "):
-        jdp.Precision().check_params({"b": params["b"]})
+        jdp.Precision.of("fp32").check_params(params)
+    jdp.Precision(params="bf16").check_params(params)
 
 
 @pytest.mark.parametrize(

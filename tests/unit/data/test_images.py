@@ -1,11 +1,14 @@
-"""Images in folders, arrays and what `datasets` reads: which pictures with which labels, what numbers a model gets, and
-what a damaged one says.
+"""Images in folders, arrays and what `datasets` reads: which pictures with which labels, what numbers a model gets.
+
+Augmented: the same pixels on any mesh and after a resume, other ones in another epoch, evenly drawn.
 """
 
 import io
 import itertools
 import shutil
 import tarfile
+from collections import Counter
+from itertools import islice
 
 import datasets
 import numpy as np
@@ -16,9 +19,10 @@ from picture_files import CLASSES, LABELS, PIXELS, PNGS, encoded, folder_of, pix
 
 import jdp
 from jdp.base.errors import UserError
-from jdp.data import global_batches
-from jdp.data.images.decode import Frame
-from jdp.data.images.samples import image_data
+from jdp.data import augmented, global_batches, image_data, mixture
+from jdp.data.pictures import Frame
+from jdp.experiment.data import open_data, open_eval_sets
+from jdp.experiment.file import from_table
 
 datasets.disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_hub")
@@ -33,10 +37,9 @@ def pictures(tmp_path_factory):
 def test_digits_are_all_there():
     from sklearn.datasets import load_digits
 
-    data = image_data("digits", heldout_fraction=0.2)
+    data, known = image_data("digits", heldout_fraction=0.2), load_digits()
     assert data.shape == (8, 8, 1) and data.classes == tuple("0123456789")
     assert str(data).startswith("digits: 1,797 images of 8x8x1 in 10 classes; train 1,4")
-    known = load_digits()
     for side in (data.train, data.heldout):
         for index in range(0, len(side), 50):
             sample, row = side[index], side.rows[index]
@@ -46,11 +49,7 @@ def test_digits_are_all_there():
             np.testing.assert_allclose(sample["images"][..., 0], known.images[row] / 8 - 1, atol=1e-6)
             assert (sample["labels"], sample["weights"]) == (known.target[row], 1)
     assert sorted([*data.train.rows, *data.heldout.rows]) == list(range(1797))
-
-
-def test_the_held_out_digits_never_change():
-    data = image_data("digits", heldout_fraction=0.2)
-    assert len(data.heldout) == 321 and data.heldout.rows[:5].tolist() == [6, 8, 10, 12, 18]
+    assert len(data.heldout) == 321 and data.heldout.rows[:5].tolist() == [6, 8, 10, 12, 18]  # never changes
     assert data.fingerprint == "db3db80df15d274e"
 
 
@@ -76,31 +75,15 @@ def test_the_fingerprint_is_of_the_samples(pictures, tmp_path):
     assert len(set(prints)) == len(prints) - 1
 
 
-@pytest.mark.parametrize(
-    ("constants", "expected"),
-    [
-        ({}, PIXELS[0] / 127.5 - 1),
-        ({"mean": 0, "std": 1}, PIXELS[0] / 255),
-        ({"mean": (0.1, 0.2, 0.3), "std": [1, 2, 4]}, (PIXELS[0] / 255 - [0.1, 0.2, 0.3]) / [1, 2, 4]),
-    ],
-)
-def test_normalisation(pictures, constants, expected):
-    data = image_data(folder_of(pictures), **constants)
-    plain = [pixels_of(sample).tobytes() for sample in samples_of(image_data(folder_of(pictures)))]
-    image = samples_of(data)[plain.index(PIXELS[0].tobytes())]["images"]
-    np.testing.assert_allclose(image, expected, atol=1e-6)  # two roundings in float32
-
-
 GREY = np.full((4, 4), 200, np.uint8)
 COLOUR = np.full((4, 4, 3), (10, 20, 30), np.uint8)
-LUMA = (299 * 10 + 587 * 20 + 114 * 30) // 1000  # ITU-R 601-2, as Pillow documents it
 
 
 @pytest.mark.parametrize(
     ("content", "channels", "expected"),
     [
         (encoded(GREY), 1, [200]),
-        (encoded(COLOUR), 1, [LUMA]),
+        (encoded(COLOUR), 1, [(299 * 10 + 587 * 20 + 114 * 30) // 1000]),  # ITU-R 601-2, as Pillow documents it
         (encoded(np.dstack([COLOUR, GREY + 55]), mode="P"), 3, [10, 20, 30]),
         (encoded(GREY.astype(np.uint16) * 256 + 99), 3, [200] * 3),
         (encoded(COLOUR, "BMP"), 3, [10, 20, 30]),
@@ -132,25 +115,6 @@ def test_a_smaller_size_averages():
     assert Frame((4, 4), 1).decode(encoded(noise)).std() < noise.std() / 4
 
 
-DAMAGES = {"cut": lambda content: content[:-40], "no picture": lambda _: b"<html>404</html>"}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_corrupt_picture_is_one_error(pictures, tmp_path, damage):
-    """Found when it is read, in a thread of a thread; it comes out as the user's mistake that it is: exit 2."""
-    folder = shutil.copytree(pictures, tmp_path / "set")
-    bad = folder / "cat" / "010.png"
-    bad.write_bytes(damage(bad.read_bytes()))
-    data = image_data(folder_of(folder), heldout=folder_of(pictures))
-    loader = global_batches(data.train, batch_size=8, seed=0)
-    message = rf"images must be readable; given {bad} \(sample 13 of hf:imagefolder:{folder} "
-    feed = jdp.shard_batches(loader, jdp.Plan(jdp.make_mesh()))
-    with feed, pytest.raises(ValueError, match=message) as caught:
-        list(itertools.islice(feed, 4))
-    assert isinstance(caught.value, UserError)
-    assert "\n" not in str(caught.value) and str(caught.value).endswith("; fix it, or leave it out")
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -168,9 +132,7 @@ def test_directories_that_cannot_be(tmp_path, names, message):
         image_data(folder_of(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "builder"), [("a", "imagefolder"), ("a.tar", "webdataset"), ("a.parquet", "parquet"), ("a.arrow", "arrow")]
-)
+@pytest.mark.parametrize(("name", "builder"), [("a", "imagefolder"), ("a.tar", "webdataset"), ("a.parquet", "parquet")])
 def test_other_sources_are_told_how_to_be_read(tmp_path, name, builder):
     (tmp_path / name).write_bytes(b"") if "." in name else (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f'"digits", an .npz file .* write "hf:{builder}:{tmp_path}/{name}"'):
@@ -199,6 +161,9 @@ def test_an_npz_of_images(tmp_path):
     assert np.array_equal(pixels_of(data.train[0])[..., 0], PIXELS[row, ..., 0])
     assert image_data(tmp_path / "x.npz", channels=3).train[0]["images"].shape == (6, 5, 3)
     np.savez(tmp_path / "rgb.npz", images=PIXELS, labels=np.arange(30) % 3)
+    data = image_data(tmp_path / "rgb.npz", mean=(0.1, 0.2, 0.3), std=[1, 2, 4])
+    expected = (PIXELS[data.train.rows[0]] / 255 - [0.1, 0.2, 0.3]) / [1, 2, 4]
+    np.testing.assert_allclose(data.train[0]["images"], expected, atol=1e-6)  # two roundings in float32
     assert image_data(tmp_path / "rgb.npz", size=4).shape == (4, 4, 3)
     with pytest.raises(ValueError, match="its 3 channels cannot become 1: set channels = 3"):
         image_data(tmp_path / "rgb.npz", channels=1)
@@ -224,10 +189,12 @@ def test_channels_of_an_array_are_resized_separately():
 COLUMNS = {"image": [{"bytes": png, "path": None} for png in PNGS], "label": LABELS}
 
 
-def hub_table(names=CLASSES, **more):
-    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))}
-    extra = {key: datasets.Value("string") for key in more}
-    return datasets.Dataset.from_dict(COLUMNS | more, features=datasets.Features(kinds | extra))
+def table(**changed):
+    return datasets.Dataset.from_dict(COLUMNS | changed).cast_column("image", datasets.Image())
+
+
+def hub_table(names=CLASSES):
+    return table().cast_column("label", datasets.ClassLabel(names=list(names)))
 
 
 def write_tar(path):
@@ -247,7 +214,7 @@ def assert_are_the_pictures(data, classes=CLASSES):
 
 def test_folders_tables_and_tars_hold_the_same_pictures(pictures, tmp_path):
     """Columns are found by their types, or their usual names; a picture is bytes in a row, or a file."""
-    hub_table(CLASSES[::-1], caption=["a picture"] * 30).to_parquet(tmp_path / "x.parquet")
+    hub_table(CLASSES[::-1]).add_column("caption", ["a picture"] * 30).to_parquet(tmp_path / "x.parquet")
     assert_are_the_pictures(image_data(f"hf:parquet:{tmp_path}/x.parquet"), CLASSES[::-1])
     hub_table().save_to_disk(str(tmp_path / "saved"))
     assert_are_the_pictures(image_data(f"hf:{tmp_path}/saved"))
@@ -280,29 +247,160 @@ def test_splits_are_numbered_by_the_same_classes(tmp_path):
     assert [int(data.heldout[index]["labels"]) for index in range(3)] == [2, 1, 0]
 
 
-def rows(**changed):
-    return datasets.Dataset.from_dict(COLUMNS | changed).cast_column("image", datasets.Image())
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"label": ["x"] * 29 + [None]}, "every row must have a label; given none in row 29 of"),
         ({"image": [*COLUMNS["image"][1:], None]}, "every row must have a picture; given none in row 29 of"),
-        ({"labels": [1] * 30}, "a column of labels must be named, .* given several: label, labels"),
+        ({"labels": [1] * 30}, "a column of labels must be named, .* given label, labels, in"),
         ({"label": [2**40] * 30}, "of classes, 10,000,000; given 1099511627776 for sample 0"),
     ],
 )
 def test_tables_that_cannot_be(tmp_path, changed, message):
-    rows(**changed).to_parquet(tmp_path / "x.parquet")
+    table(**changed).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=message):
         image_data(f"hf:parquet:{tmp_path}/x.parquet")
 
 
-def test_a_corrupt_picture_is_named_by_its_row(tmp_path):
-    images = COLUMNS["image"]
-    rows(image=[*images[:7], {"bytes": PNGS[7][:-30], "path": None}, *images[8:]]).to_parquet(tmp_path / "x.parquet")
-    source = f"hf:parquet:{tmp_path}/x.parquet"
-    data = image_data(source, heldout=source)
-    with pytest.raises(ValueError, match=rf"must be readable; given row 7 \(sample 7 of {source}"):
-        list(global_batches(data.train, batch_size=5, seed=0, epochs=1))
+def test_a_corrupt_picture_is_one_error(pictures, tmp_path):
+    """Found when it is read, in a thread of a thread; it comes out as the user's mistake that it is: exit 2."""
+    folder = shutil.copytree(pictures, tmp_path / "set")
+    bad = folder / "cat" / "010.png"
+    bad.write_bytes(bad.read_bytes()[:-40])
+    images = [*COLUMNS["image"][:7], {"bytes": b"<html>404</html>", "path": None}, *COLUMNS["image"][8:]]
+    table(image=images).to_parquet(tmp_path / "x.parquet")
+    names = {folder_of(folder): rf"{bad} \(sample 13", f"hf:parquet:{tmp_path}/x.parquet": r"row 7 \(sample 7"}
+    for source, name in names.items():
+        loader = global_batches(image_data(source, heldout=source).train, batch_size=8, seed=0)
+        feed = jdp.shard_batches(loader, jdp.Plan(jdp.make_mesh()))
+        with feed, pytest.raises(UserError, match=rf"images must be readable; given {name} of {source} ") as caught:
+            list(itertools.islice(feed, 4))
+        assert "\n" not in str(caught.value) and str(caught.value).endswith("; fix it, or leave it out")
+
+
+N, SEED = 30, 3
+
+
+class Pictures:
+    """Images [5, 4, 2] of N samples, in which each pixel has a value of its own, all positive."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        images = np.arange(1, 41, dtype=np.float32).reshape(5, 4, 2) + 100 * index
+        return {"images": images, "labels": np.int32(index), "weights": np.float32(1)}
+
+
+SOURCE = augmented(Pictures(), crop_padding=2, flip=True, seed=SEED)
+
+
+def rows(count, *, batch_size, **options):
+    """The first `count` rows of a run: a list of (label, bytes of the image)."""
+    batches = global_batches(SOURCE, batch_size=batch_size, seed=SEED, **options)
+    pairs = (zip(batch["labels"], batch["images"], strict=True) for batch in islice(batches, -(-count // batch_size)))
+    return [(int(label), image.tobytes()) for label, image in itertools.chain(*pairs)][:count]
+
+
+def test_batch_size_and_threads_change_no_pixel():
+    for options in ({"batch_size": 7}, {"batch_size": 45}, {"batch_size": 6, "threads": 4}):
+        assert rows(90, **options) == rows(90, batch_size=1)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_epoch_draws_anew(shuffle):
+    epochs = [dict(rows(4 * N, batch_size=N, shuffle=shuffle)[e * N : (e + 1) * N]) for e in range(4)]
+    assert all(epoch.keys() == set(range(N)) for epoch in epochs)
+    for a, b in itertools.combinations(epochs, 2):  # 50 draws equally likely: about 0.6 of 30 alike
+        assert sum(a[label] == b[label] for label in a) < N / 4
+
+
+def test_the_draws_are_those_of_the_first_release():
+    """A change of the stream would change what a resumed run reads."""
+    drawn = [int(SOURCE.sample_in_epoch(i, e)["images"][2, 2, 0]) % 100 for e in range(2) for i in range(8)]
+    assert drawn == [5, 9, 11, 9, 0, 37, 7, 11, 5, 19, 0, 25, 31, 0, 35, 15]
+
+
+def test_crops_are_all_windows_of_the_image():
+    source = augmented(Pictures(), crop_padding=2, seed=SEED)
+    padded = np.pad(Pictures()[4]["images"], ((2, 2), (2, 2), (0, 0)))
+    windows = {padded[y : y + 5, x : x + 4].tobytes() for y in range(5) for x in range(5)}
+    seen = Counter(source.sample_in_epoch(4, epoch)["images"].tobytes() for epoch in range(1000))
+    assert seen.keys() == windows
+    chi_squared = sum((count - 1000 / 25) ** 2 / (1000 / 25) for count in seen.values())
+    assert chi_squared < 24 + 5 * 48**0.5  # five deviations of a chi-squared with 24 degrees of freedom
+
+
+def test_half_of_the_images_are_flipped():
+    source = augmented(Pictures(), flip=True, seed=SEED)
+    image, draws = Pictures()[0]["images"], 2000
+    drawn = [source.sample_in_epoch(0, epoch)["images"].tobytes() for epoch in range(draws)]
+    assert {*drawn} == {image.tobytes(), image[:, ::-1].tobytes()}
+    assert abs(drawn.count(image.tobytes()) - draws / 2) < 4 * (draws / 4) ** 0.5  # four deviations of a binomial
+
+
+GRADIENT = np.stack(np.broadcast_arrays(np.arange(90)[:, None], np.arange(0, 240, 2)[None], 7), -1).astype(np.uint8)
+"""A picture [90, 120, 3] whose pixels tell where they are: red is the row, green twice the column."""
+
+
+def shown(sample):
+    """The first and last row and column that a crop of the gradient shows, to half a pixel."""
+    values = (sample["images"] * 0.5 + 0.5) * 255
+    rows, columns = values[:, 12, 0], values[12, :, 1] / 2
+    ends = [(axis[0] - step, axis[-1] + step) for axis in (rows, columns) for step in [(axis[2] - axis[1]) / 2]]
+    return [edge for pair in ends for edge in pair]
+
+
+def test_resized_crops_are_drawn_as_torchvisions(tmp_path):
+    """`RandomResizedCrop`: area even from 8 to 100 %, proportions 3:4 to 4:3; what does not fit is drawn again."""
+    gradients = image_data(folder_of(write_pictures(tmp_path, [GRADIENT] * 6 + [255 - GRADIENT] * 6)), size=24)
+    source, seen = augmented(gradients.train, resized_crop=0.08, seed=SEED), []
+    index = next(i for i in range(len(source)) if gradients.train[i]["images"][0, 0, 0] < 0)
+    for epoch in range(600):
+        top, bottom, left, right = shown(source.sample_in_epoch(index, epoch))
+        assert -2 < top < bottom < 92 and -2 < left < right < 122  # one pixel, and the rounding of ends
+        seen.append(((bottom - top) * (right - left) / GRADIENT[..., 0].size, (right - left) / (bottom - top)))
+    areas, proportions = np.array(seen).T
+    assert 0.07 < areas.min() < 0.12 and 0.85 < areas.max() < 1.1
+    assert 0.7 < proportions.min() < 0.8 and 1.25 < proportions.max() < 1.45
+    # Large parts fit less often, so the means are not (0.08 + 1) / 2 and 0. Those of torchvision's rule, by 100,000
+    # draws with Python's `random`: 0.435, with standard deviation 0.218, and 0.031 with 0.16. Four deviations:
+    assert areas.mean() == pytest.approx(0.435, abs=4 * 0.218 / 600**0.5)
+    assert np.log(proportions).mean() == pytest.approx(0.031, abs=4 * 0.16 / 600**0.5)
+
+
+def experiment(**data):
+    model, train = {"name": "resnet-digits", "blocks": [1], "width": 4}, {"steps": 2, "batch_size": 8}
+    return from_table({"name": "a", "model": model, "data": {"source": "digits", **data}, "train": train})
+
+
+def test_only_what_is_trained_on_is_augmented():
+    table = experiment(augment="crop")
+    plain, data = open_data(experiment()), open_data(table)
+    assert len(plain.train) == len(data.train) and data.fingerprint != plain.fingerprint
+    assert any((plain.train[i]["images"] != data.train[i]["images"]).any() for i in range(5))
+    sets = open_eval_sets(table, data)
+    assert all(np.array_equal(sets["eval"][i]["images"], plain.heldout[i]["images"]) for i in range(5))
+    assert "cropped after padding by 1, flipped half the time" in str(data)
+    assert open_data(experiment(augment="crop")).fingerprint == data.fingerprint
+    crops = open_data(experiment(augment="resized_crop"))
+    assert "crops of 0.08 of the area or more, flipped half the time" in str(crops)
+    assert crops.fingerprint not in (data.fingerprint, plain.fingerprint)
+
+
+DIGITS = image_data("digits")
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "expected"),
+    [
+        (Pictures(), {"crop_padding": -1}, "crop_padding must be 0 or more, .* height and width of images .5, "),
+        (DIGITS.train, {"resized_crop": 0.5, "crop_padding": 1}, "no crop_padding; given 0.5 with crop_padding 1"),
+        (Pictures(), {"resized_crop": 0.5}, "resized_crop requires pictures from image_data.* for Pictures"),
+        ([{"tokens": np.zeros(3)}], {"flip": True}, 'samples must have "images"'),
+        (mixture([(DIGITS, 1), (DIGITS, 2)]).train, {"flip": True}, "augment the sources, then mix them"),
+    ],
+)
+def test_what_cannot_be_augmented_is_refused(samples, options, expected):
+    with pytest.raises(ValueError, match=expected):
+        augmented(samples, **options)

@@ -1,6 +1,7 @@
-"""What text promises: every token a target once, the same split everywhere, and sources read as they are named."""
+"""What text promises: every token a target once, cut or packed; the same split everywhere; sources read as named."""
 
 import io
+import itertools
 import logging
 import re
 from pathlib import Path
@@ -8,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import read_corpus
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jdp.data import TextSamples, text_data
 from jdp.data.held_out import content_score, ends_score
+from jdp.data.text.samples import best_fit
 
 
 def write(folder, **texts):
@@ -40,13 +44,14 @@ def test_every_token_is_a_target_once(size):
     assert not samples[-1]["tokens"][filling].any() and not samples[-1]["targets"][filling].any()
 
 
-def test_one_file_is_split_at_its_tail(tmp_path, notices):
+def test_few_documents_are_split_at_their_tails(tmp_path, notices):
     text = "".join(f"{number:03d} " for number in range(250))
-    text_data(write(tmp_path, only=text), length=8, heldout_fraction=0.1)
-    data = text_data(tmp_path, length=8, heldout_fraction=0.1)
+    data = text_data(write(tmp_path, only=text), length=8, heldout_fraction=0.1)
     assert documents_of(data.train) + documents_of(data.heldout) == [text[:900].encode(), text[900:].encode()]
     assert not data.whole and "the tail of each document" in str(data)
     assert notices.text.count("the tail of each is held out") == 1
+    few = text_data(write(tmp_path / "few", a="abcdefghij", b="x"), length=1, heldout_fraction=1e-9)
+    assert (documents_of(few.train), documents_of(few.heldout), few.whole) == ([b"abcdefghi"], [b"j", b"x"], False)
 
 
 def test_the_standard_library():
@@ -58,22 +63,19 @@ def test_the_standard_library():
     assert Path(logging.__file__).read_bytes() in held + kept
     assert Path(pytest.__file__).read_bytes() not in held + kept  # beside the library, not of it
     assert not any(b"\nimport pytest" in document for document in kept)
-    assert re.search(r"stdlib \(Python 3\.\S+\): [\d,]+ documents, [\d,]+ bytes; train [\d,]+ bytes in", str(data))
+    assert re.search(
+        r"stdlib \(Python 3\.\S+\): [\d,]+ documents, [\d,]+ tokens by bytes .*; train [\d,]+ tok", str(data)
+    )
 
 
 def test_files_globs_directories_and_lists_agree(tmp_path, monkeypatch):
-    folder = write(tmp_path / "book" / "part", a="first", b="second").parent
-    (folder / "part" / "link.txt").symlink_to(folder / "part" / "a.txt")
-    expected = (b"first", b"second")
-    part = folder / "part"
-    assert read_corpus(folder).documents == expected
-    assert read_corpus(str(folder)).documents == expected
-    assert read_corpus(f"{folder}/**/*.txt").documents == expected
-    assert read_corpus(f"{folder}/**").documents == expected
-    assert read_corpus((part / "b.txt", part / "a.txt", str(part))).documents == expected
-    assert read_corpus(part / "a.txt").documents == expected[:1]
+    part = write(tmp_path / "book" / "part", a="first", b="second")
+    (part / "link.txt").symlink_to(part / "a.txt")
     monkeypatch.chdir(part)
-    assert read_corpus(["b.txt", "a.txt"]).documents == expected
+    folder, listed = part.parent, (part / "b.txt", part / "a.txt", str(part))
+    for source in (folder, str(folder), f"{folder}/**/*.txt", f"{folder}/**", listed, ["b.txt", "a.txt"]):
+        assert read_corpus(source).documents == (b"first", b"second")
+    assert read_corpus(part / "a.txt").documents == (b"first",)
 
 
 def test_a_directory_is_read_by_suffix(tmp_path, notices):
@@ -88,18 +90,17 @@ def test_a_directory_is_read_by_suffix(tmp_path, notices):
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("missing.txt", {}, r"exists; given missing.txt, looked for at /.*/missing.txt: fix the path"),
-        ("pictures", {}, r"must hold .txt, .* files; given pictures with 1 other files such as a.png: write"),
-        ("empty.txt", {}, r"text must not be empty; given empty.txt: 1 empty file"),
+        ("missing.txt", {}, r"that exists, .*; given missing.txt, looked for at /.*/missing.txt: fix the path"),
+        ("pictures", {}, r"must hold .txt, .*; given pictures with 0 of these and 1 others such as a.png: write"),
+        ("empty.txt", {}, r"text must not be empty; given empty.txt: add text"),
         ([], {}, r"source must name some text; given an empty list"),
         ("short.txt", {}, r"length 16 needs 17 tokens; given 10 \(of 12 in short.txt, the others held out\): use a"),
         ("stdlib", {"length": 0}, "length must be at least 1; given 0"),
         ("short.txt", {"heldout_fraction": 0.0}, "heldout_fraction must be between 0 and 1; given 0.0"),
-        ("short.txt", {"heldout_fraction": float("nan")}, "heldout_fraction must be between 0 and 1; given nan"),
     ],
 )
 def test_wrong_sources_and_arguments_are_refused(tmp_path, monkeypatch, source, options, message):
-    write(tmp_path, empty="", short="ten bytes!", one="1")
+    write(tmp_path, empty="", short="ten bytes!")
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG")
     monkeypatch.chdir(tmp_path)
@@ -107,31 +108,15 @@ def test_wrong_sources_and_arguments_are_refused(tmp_path, monkeypatch, source, 
         text_data(source, **{"length": 16} | options)
 
 
-RNG = np.random.default_rng(0)
-CHAPTERS = [f"In chapter {i} of the tale, ".encode() * 5 for i in range(40)]
-
-
-def split(folder, documents, heldout_fraction):
-    """The pieces to train on, those held out, and whether documents are whole."""
-    for number, document in enumerate(documents):
-        (folder / f"{number:02}.txt").write_bytes(document)
-    data = text_data(folder, length=1, heldout_fraction=heldout_fraction)
-    return *(side.ids.tobytes().split(b"\0")[:-1] for side in (data.train, data.heldout)), data.whole
-
-
 def test_more_held_out_keeps_what_was_held_out(tmp_path):
-    (_, few, _), (train, many, _) = split(tmp_path, CHAPTERS, 0.2), split(tmp_path, CHAPTERS, 0.4)
-    assert set(few) < set(many) and sorted(train + many) == sorted(CHAPTERS)
-    assert all(content_score(document) < 0.2 for document in few)
-
-
-def test_the_split_is_the_same_for_ever():
-    """Held-out text must not wander into training between versions."""
+    """Held-out text must not wander into training, also between versions."""
+    folder = write(tmp_path, **{f"{i:02}": f"In chapter {i} of the tale, " * 5 for i in range(40)})
+    few, many = (text_data(folder, length=1, heldout_fraction=fraction) for fraction in (0.2, 0.4))
+    held = documents_of(many.heldout)
+    assert set(documents_of(few.heldout)) < set(held)
+    assert sorted(documents_of(many.train) + held) == sorted(file.read_bytes() for file in folder.glob("*.txt"))
+    assert all(content_score(document) < 0.2 for document in documents_of(few.heldout))
     assert content_score(b"abc") == 0.846604635986145
-
-
-def test_few_documents_on_one_side_are_each_split(tmp_path):
-    assert split(tmp_path, [b"abcdefghij", b"x"], 1e-9) == ([b"abcdefghi"], [b"j", b"x"], False)
 
 
 def test_large_contents_are_distinguished_by_their_ends():
@@ -140,8 +125,74 @@ def test_large_contents_are_distinguished_by_their_ends():
     def score(content):
         return ends_score(io.BytesIO(content))
 
-    large = RNG.bytes(2**17)
+    large = np.random.default_rng(0).bytes(2**17)
     middle = large[: 2**16] + b"\0" + large[2**16 + 1 :]
     others = [b"\0" + large[1:], large[:-1] + b"\0", large + b"\0"]
     assert score(large) == score(middle) and len({*map(score, [large, *others])}) == 4
     assert score(large[:65536]) == content_score(large[:65536])
+
+
+def packed(sizes, length):
+    """Documents of these sizes whose tokens are all different: 0, 1, 2, … in order."""
+    bounds = np.array(list(itertools.accumulate(sizes, initial=0)), np.int64)
+    return TextSamples(np.arange(bounds[-1], dtype=np.uint32), length, bounds, packing="documents")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=40).filter(lambda sizes: max(sizes) > 1),
+    length=st.integers(1, 20),
+)
+def test_every_packed_token_is_a_target_once(sizes, length):
+    """And a segment is a piece of one document."""
+    samples = packed(sizes, length)
+    firsts = set(samples.bounds[:-1].tolist())
+    rows = [samples[index] for index in range(len(samples))]
+    targets = np.concatenate([row["targets"][row["weights"] == 1] for row in rows])
+    assert sorted(targets.tolist()) == [token for token in range(sum(sizes)) if token not in firsts]
+    for row in rows:
+        tokens, segments, counted = row["tokens"], row["segments"], row["weights"] == 1
+        assert counted[0] and not np.diff(counted.astype(int)).clip(0).any()  # what is empty is at the end
+        assert (
+            np.array_equal(counted, segments > 0) and not tokens[~counted].any() and not row["targets"][~counted].any()
+        )
+        assert np.array_equal(row["targets"][counted], tokens[counted] + 1)  # never the next document's
+        assert segments[0] == 1 and set(np.diff(segments[counted]).tolist()) <= {0, 1}
+        for segment in range(1, segments.max() + 1):
+            piece = tokens[segments == segment]
+            documents = np.searchsorted(samples.bounds, piece, side="right")
+            assert (np.diff(piece) == 1).all() and len(set(documents.tolist())) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 17), max_size=60))
+def test_rows_are_few(sizes):
+    """No two rows would fit into one, so none or one is less than half full."""
+    rows = best_fit(sorted(sizes, reverse=True), 17)
+    filled = np.bincount(rows, weights=sorted(sizes, reverse=True)) if rows else np.zeros(0)
+    assert (filled <= 17).all() and (filled > 0).all()
+    assert all(a + b > 17 for a, b in itertools.combinations(filled.tolist(), 2))
+
+
+def test_short_documents_fill_up_rows():
+    samples = packed([38, 11, 1], 16)  # 37 pairs and 10; one token alone has no target
+    assert len(samples) == 3
+    assert [samples[index]["tokens"].tolist() for index in range(2)] == [list(range(16)), list(range(16, 32))]
+    last = samples[2]
+    assert last["tokens"].tolist() == [*range(38, 48), *range(32, 37), 0]
+    assert last["segments"].tolist() == [1] * 10 + [2] * 5 + [0]
+    assert samples.waste == pytest.approx(1 / 48)
+
+
+def test_text_is_packed_whole(tmp_path):
+    texts = [f"chapter {number} {'and so on ' * (number % 7)}" for number in range(60)]
+    write(tmp_path, **{str(number): text for number, text in enumerate(texts)})
+    packed, stream = (
+        text_data(tmp_path, length=96, heldout_fraction=0.3, packing=packing) for packing in ("documents", "stream")
+    )
+    assert sorted(documents_of(packed.train) + documents_of(packed.heldout)) == sorted(map(str.encode, texts))
+    assert np.array_equal(packed.train.ids, stream.train.ids)  # the split does not depend on the packing
+    assert packed.fingerprint != stream.fingerprint and " of them empty, held out " in str(packed)
+    for row in map(packed.train.__getitem__, range(len(packed.train))):
+        first = packed.tokenizer.decode(row["targets"][row["segments"] == 1])
+        assert first.endswith("\0")  # the separator is a target too

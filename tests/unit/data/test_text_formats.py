@@ -1,26 +1,26 @@
 """What text comes in: files of text, rows that `datasets` reads, and streams, which are read once into files.
 
-Any other file is told how to be read.
+Any other file is told how to be read; data that names what is not its own is one error, never a wait.
 """
 
 import gzip
 import json
+import os
 import re
 import sys
 
 import datasets
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 import pytest
 from corpora import arrow, parquet, read_corpus
 
 from jdp.base.errors import UserError
-from jdp.data import global_batches, text_data
+from jdp.data import array_data, image_data, open_tokenizer, text_data
+from jdp.data.sources import check_files, hub_data
 from jdp.data.text import documents as reads_text
 
-MANY = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(60)]
-TEXTS = MANY[:40]
+TEXTS = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(40)]
 DOCUMENTS = tuple(text.encode() for text in TEXTS)
 ROWS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 TABLE = pyarrow.Table.from_pylist(ROWS)
@@ -37,8 +37,6 @@ WRITERS = {
     "arrow:stream.arrow": lambda path: arrow(path, TABLE),
     "csv:rows.csv": lambda path: TABLE.to_pandas().to_csv(path, index=False),
 }
-
-
 datasets.disable_progress_bars()
 pytestmark = pytest.mark.usefixtures("own_hub")
 
@@ -64,40 +62,34 @@ def test_rows_are_split_by_content(tmp_path):
     (tmp_path / "files").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "files" / f"{number}.txt").write_text(text, encoding="utf-8")
-    (tmp_path / "rows.jsonl").write_bytes(lines(ROWS[::-1]))
     parquet(tmp_path / "rows.parquet", TABLE.take(np.random.default_rng(0).permutation(40)))
-
-    def sides(source):
-        data = text_data(source, length=16, heldout_fraction=0.3)
-        assert data.whole and data.documents == 40
-        return [set(side.ids.tobytes().split(b"\0")[:-1]) for side in (data.train, data.heldout)]
-
-    expected = sides(tmp_path / "files")
-    assert expected[0] | expected[1] == set(DOCUMENTS) and not expected[0] & expected[1]
-    assert sides(f"hf:json:{tmp_path}/rows.jsonl") == sides(f"hf:parquet:{tmp_path}/rows.parquet") == expected
+    expected, sides = [
+        [set(side.ids.tobytes().split(b"\0")[:-1]) for side in (data.train, data.heldout)]
+        for source in (tmp_path / "files", f"hf:parquet:{tmp_path}/rows.parquet")
+        for data in [text_data(source, length=16, heldout_fraction=0.3)]
+    ]
+    assert sides == expected and expected[0] | expected[1] == set(DOCUMENTS) and not expected[0] & expected[1]
 
 
-SPLIT_NAMES = {
-    "files": ("train-00000-of-00001.parquet", "test.parquet"),
-    "folders": ("train/a.parquet", "test/a.parquet"),
-    "below": ("data/my_train.parquet", "data/my_test.parquet"),
-}
-
-
-@pytest.mark.parametrize("names", SPLIT_NAMES.values(), ids=SPLIT_NAMES)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train-00000-of-00001.parquet", "test.parquet"),
+        ("train/a.parquet", "test/a.parquet"),
+        ("data/my_train.parquet", "data/my_test.parquet"),
+    ],
+)
 @pytest.mark.parametrize("glob", ["", "/**/*.parquet"])
 def test_several_splits_are_named_and_never_mixed(tmp_path, names, glob):
     for name, rows in zip(names, (TABLE.slice(0, 30), TABLE.slice(30)), strict=True):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         parquet(tmp_path / name, rows)
     source = f"hf:parquet:{tmp_path}{glob}"
-    with pytest.raises(ValueError, match=r"is one split; .* has test, train: write one of") as said:
-        read_corpus(source)
-    assert f'"{source}:test", "{source}:train"' in str(said.value)
+    for wrong in (source, f"{source}:validation"):
+        with pytest.raises(ValueError, match=r"one of its splits, test, train; given .*: end it with one"):
+            read_corpus(wrong)
     assert read_corpus(f"{source}:train").documents == DOCUMENTS[:30]
     assert read_corpus(f"{source}:test[:5]").documents == DOCUMENTS[30:35]
-    with pytest.raises(ValueError, match="must name an existing split, one of test, train"):
-        read_corpus(f"{source}:validation")
     parquet(tmp_path / "other.parquet", TABLE)
     with pytest.raises(ValueError, match=r"name a split, or none does.*other.parquet beside test"):
         read_corpus(f"{source}:train")
@@ -132,7 +124,7 @@ def test_data_sets_on_a_disk(hub, name):
     ("name", "message"),
     [
         ("hf:{}/nothing", "readable by .datasets.; given hf:.*/nothing: Couldn't find .*; fix its name or its content"),
-        ("hf:{}/splits", "a source is one split; .* has train, test: write one of .*splits:train"),
+        ("hf:{}/splits", "a source must be one of its splits, train, test; given .*splits: end it with one"),
         ("hf:{}/files:dev", 'Unknown split "dev"'),
         ("hf:{}/script", "Dataset scripts are no longer supported"),
         ("hf:json:{}/nothing", "json reads .json, .* files; given .*nothing, looked for at .* there are none"),
@@ -147,16 +139,13 @@ def test_an_unreadable_data_set_is_one_line(hub, name, message):
 
 @pytest.mark.parametrize(("name", "builder"), [("a.json.gz", "json"), ("a.parquet", "parquet")])
 def test_another_file_is_told_how_to_be_read(tmp_path, name, builder):
+    """A folder of text and rows is ambiguous."""
     (tmp_path / name).write_bytes(b"x")
     for source in (tmp_path / name, f"{tmp_path}/*", tmp_path):
         with pytest.raises(ValueError, match=re.escape(f'write "hf:{builder}:{source}", which `datasets` reads')):
             read_corpus(source)
-
-
-def test_a_directory_of_text_and_rows_is_ambiguous(tmp_path):
     (tmp_path / "README.md").write_text("about the rows")
-    parquet(tmp_path / "a.parquet", TABLE)
-    with pytest.raises(ValueError, match=r"one kind of data; .* 1 files such as README.md and 1 such as a.parquet: "):
+    with pytest.raises(ValueError, match=f"and no rows; .* with 1 of these and 1 others such as {name}: "):
         read_corpus(tmp_path)
     assert read_corpus(tmp_path / "*.md").documents == (b"about the rows",)
 
@@ -166,20 +155,14 @@ def test_a_directory_of_text_and_rows_is_ambiguous(tmp_path):
     [
         ({"text": ["a", None]}, r'"text" must be text; given nothing \(null\) in .*a.parquet .*, row 1'),
         ({"body": ["a"], "title": ["b"]}, 'field = "text" must be a column; given .* with body, title: name one'),
-        ({"input_ids": [[1]]}, r'field = "text" .* write ids = "input_ids" for token ids'),
-        ({"text": ["", ""]}, r"text must not be empty; given .*: 2 empty file\(s\) or row\(s\)"),
+        ({"input_ids": [[1]]}, r'field = "text" .* with input_ids: name one of these, with ids ='),
+        ({"text": ["", ""]}, r"text must not be empty; given .*: add text"),
     ],
 )
 def test_columns_that_are_not_text(tmp_path, column, message):
     parquet(tmp_path / "a.parquet", pyarrow.table(column))
     with pytest.raises(ValueError, match=message):
         read_corpus(f"hf:parquet:{tmp_path}/a.parquet")
-
-
-def test_unread_ids_are_reported(tmp_path, notices):
-    parquet(tmp_path / "a.parquet", pyarrow.table({"text": ["a"], "input_ids": [[1]], "labels": [[1]]}))
-    assert read_corpus(f"hf:parquet:{tmp_path}/a.parquet").documents == (b"a",)
-    assert 'input_ids, labels are not read; to read, write ids = "input_ids", labels = "labels"' in notices.text
 
 
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
@@ -189,46 +172,85 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
         read_corpus("hf:x")
 
 
-@pytest.fixture(params=["parquet", "jsonl"])
+@pytest.fixture(params=["parquet", "json"])
 def folder(tmp_path, request):
-    """Two files of a split."""
-    (tmp_path / "rows").mkdir()
-    for number in range(2):
-        rows = [{"text": text, "id": id} for id, text in enumerate(MANY[number * 30 : number * 30 + 30])]
-        file = tmp_path / "rows" / f"train-{number}.{request.param}"
-        if request.param == "parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=7)
-        else:
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path / "rows"
-
-
-def read_whole(folder):
-    """The source that reads the same files at once."""
-    return f"hf:{'parquet' if (folder / 'train-0.parquet').exists() else 'json'}:{folder}"
+    """Two files of a split, in a folder that has the builder's name."""
+    (folder := tmp_path / request.param).mkdir()
+    for number, rows in enumerate((ROWS[:20], ROWS[20:])):
+        file = folder / f"train-{number}.{request.param}"
+        parquet(file, pyarrow.Table.from_pylist(rows)) if request.param == "parquet" else file.write_bytes(lines(rows))
+    return folder
 
 
 def test_a_stream_is_tokenised_once(folder, monkeypatch):
     stream = text_data(f"hf-stream:{folder}", length=16, heldout_fraction=0.2)
-    memory = text_data(read_whole(folder), length=16, heldout_fraction=0.2, in_files=False)
+    memory = text_data(f"hf:{folder.name}:{folder}", length=16, heldout_fraction=0.2, in_files=False)
     assert stream.folder is not None and stream.fingerprint == memory.fingerprint
-    batches = [next(iter(global_batches(data.train, batch_size=8, seed=2, start=5))) for data in (stream, memory)]
-    assert all(np.array_equal(batches[0][key], batches[1][key]) for key in batches[1])
-    monkeypatch.setattr(reads_text, "_tokenised", None)  # from here on nothing is fetched
+    monkeypatch.setattr(reads_text, "text_documents", None)  # from here on nothing is fetched
     assert text_data(f"hf-stream:{folder}", length=16, heldout_fraction=0.2).fingerprint == stream.fingerprint
 
 
-@pytest.mark.parametrize(("rows", "expected"), [("", slice(None)), ("[:7]", slice(7)), ("[25:40]", slice(25, 40))])
+@pytest.mark.parametrize(("rows", "expected"), [("", slice(None)), ("[:7]", slice(7)), ("[15:30]", slice(15, 30))])
 def test_some_rows_of_a_stream(folder, rows, expected):
     """In a folder of another name than the split's: what follows the last colon is the split."""
-    assert read_corpus(f"hf-stream:{folder}:train{rows}").documents == tuple(text.encode() for text in MANY[expected])
-    name = read_corpus(f"hf-stream:{folder}:train{rows}").names[3]
-    assert name.startswith(f"hf-stream:{folder}:train{rows} (split train), row ")
+    corpus = read_corpus(f"hf-stream:{folder}:train{rows}")
+    assert corpus.documents == DOCUMENTS[expected]
+    assert corpus.names[3].startswith(f"hf-stream:{folder}:train{rows} (split train), row ")
 
 
 @pytest.mark.parametrize("split", ["train[:10%]", "train[5:5]", "train[:-1]", "test"])
 def test_impossible_ranges_of_a_stream_are_refused(folder, split):
-    said = r"a range of a stream must count rows|hf-stream.* must name an existing split"
+    said = r"a range of a stream must count rows|must be one of its splits, train; given hf-stream"
     with pytest.raises(ValueError, match=said) as caught:
         text_data(f"hf-stream:{folder}:{split}", length=16)
     assert isinstance(caught.value, UserError)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), [("{}", "x.txt"), ("hf:json:{}", "x.jsonl"), ("hf:imagefolder:{}", "x.png")]
+)
+def test_a_pipe_is_not_waited_for(tmp_path, source, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="it is a pipe or a device"):
+        read_corpus(source.format(tmp_path))
+
+
+@pytest.mark.parametrize("read", [read_corpus, array_data, image_data, open_tokenizer])
+def test_an_impossible_name_is_one_error(read):
+    with pytest.raises(UserError, match="a path must "):
+        read("a\0b.npz")
+
+
+def test_hub_data_names_no_local_file():
+    check_files(["hf://datasets/owner/name@main/a.txt", "zip://a.txt::https://host/b.zip"], None)
+    for file in ("/etc/passwd", "file:///etc/passwd", "zip://a.txt::/etc/b.zip"):
+        with pytest.raises(UserError, match="which is on this disk"):
+            check_files([file], None)
+
+
+@pytest.mark.parametrize("named", ["own.txt", "../o*.txt", "FOLDER/other.txt"])
+def test_a_card_names_files_of_its_folder(tmp_path, named):
+    """Also by an absolute path; files outside are refused."""
+    own = tmp_path / "own"
+    own.mkdir()
+    for file in (own / "own.txt", tmp_path / "other.txt"):
+        file.write_text(f"{file.stem}\n")
+    card = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
+    (own / "README.md").write_text(card.format(named.replace("FOLDER", str(tmp_path))))
+    if named == "own.txt":
+        assert hub_data(f"hf:{own}")[1].to_list() == [{"text": "own"}]
+        return
+    with pytest.raises(UserError, match=r"given .*other\.txt, which is outside of the folder"):
+        hub_data(f"hf:{own}")
+
+
+def test_a_saved_set_names_its_own_files(tmp_path):
+    own, both = tmp_path / "own", tmp_path / "both"
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(own)
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]})).save_to_disk(both)
+    assert hub_data(f"hf:{own}")[1].num_rows == hub_data(f"hf:{both}")[1].num_rows == 1
+    (both / "dataset_dict.json").write_text('{"splits": ["../own"]}')
+    (own / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../other.arrow"}]}))
+    for folder in (own, both):
+        with pytest.raises(UserError, match=r"other\.arrow, which is outside of the folder"):
+            hub_data(f"hf:{folder}")

@@ -12,7 +12,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, describe, from_table, load, to_toml
 from jdp.experiment.schema.experiment import Experiment
 from jdp.models import GPTConfig
-from jdp.models.sizes import SIZES
+from jdp.models.configs import SIZES
 
 
 @pytest.fixture

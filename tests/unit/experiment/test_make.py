@@ -22,7 +22,7 @@ from jdp.experiment.file import ExperimentError, load, to_toml
 from jdp.experiment.made_data import made_data
 from jdp.experiment.schema.experiment import Experiment
 from jdp.run.evaluation import Evaluation
-from jdp.run.outputs.metrics import read
+from jdp.run.metrics import read
 
 EXAMPLE = EXPERIMENTS / "plugin"
 RINGS = str(EXAMPLE / "rings.toml")

@@ -13,7 +13,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table, load
 from jdp.guard import memory_check
 from jdp.models import parameter_count
-from jdp.models.sizes import SIZES, parameter_lower_bound
+from jdp.models.configs import SIZES, parameter_lower_bound
 
 MOST_CHARACTERS = 1000
 """Of a message, besides the path of the file: what fits on a screen."""

@@ -269,7 +269,7 @@ BAD = {
     ),
     "an axis that is not there": (
         lambda step, w, x: jdp.verify(step, w, x, target="cpu:8", mesh={"modle": 2}),
-        "mesh sets the sizes of .* axes, data; given 'modle'",
+        "mesh sets the sizes of .* axes, data, .*; given data=4 × modle=2",
     ),
     "sizes that do not multiply to the devices": (
         lambda step, w, x: jdp.foresee(*model_step(), target="cpu:8", mesh={"model": 3}),
@@ -277,7 +277,7 @@ BAD = {
     ),
     "two sizes for the rest": (
         lambda step, w, x: jdp.foresee(*model_step(), target="cpu:8", mesh={"data": -1, "model": -1}),
-        "given data=the rest × model=the rest .* one size may be -1",
+        "given data=-1 × model=-1 .* one size may be -1",
     ),
     "weights that the target cannot split": (
         lambda step, w, x: jdp.foresee(*model_step(columns=6), target="cpu:8", mesh={"model": 4}),

@@ -12,9 +12,8 @@ from paths import EXPERIMENTS
 
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.attention import Attention, attention_seconds
 from jdp.foresight.timing.kernels import CostModel, cost, unknown_work
-from jdp.foresight.timing.matmuls import Product
+from jdp.foresight.timing.matmuls import Attention, Product, attention_seconds
 from jdp.foresight.timing.timeline import timeline
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jdp.foresight.program.collectives import KINDS
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.operations import collective_cost
+from jdp.foresight.timing.timeline import collective_cost
 
 pytestmark = pytest.mark.aot
 
@@ -90,12 +90,3 @@ def test_a_cluster_with_slower_cards_and_longer_hops(tmp_path):
     cost = collective_cost("all-gather", GIB, ((0, 1),), target(f"{path}:2x1"))
     assert cost.latency_seconds == pytest.approx((8.4 + 14 + 2 * 10) * US)  # Simple waits twice: data, then its flush
     assert cost.wire_seconds == pytest.approx(GIB / 2 / (0.96 * 25e9))
-
-
-@pytest.mark.parametrize(
-    ("name", "members", "message"),
-    [("cpu:4", 4, "published link rates; given cpu:4"), ("h100:1x8", 16, "the target's 8 devices; given device 15")],
-)
-def test_what_has_no_time(name, members, message):
-    with pytest.raises(ValueError, match=message):
-        collective_cost("all-reduce", MIB, (tuple(range(members)),), target(name))

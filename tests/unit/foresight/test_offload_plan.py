@@ -59,7 +59,7 @@ def test_host_memory_is_as_planned(foreseen):
     assert compiled.host_bytes == planned == told.memory.host
     assert told.memory.optimizer == 4  # the counter
     assert told.memory.total == compiled.total_bytes
-    assert str(told.memory).splitlines()[-2].startswith("in host memory, per device")
+    assert told.memory.table()[-2][0] == "in host memory, per device"
 
 
 def test_copies_are_timed_once_by_the_host_link(foreseen):

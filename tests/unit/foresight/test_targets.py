@@ -162,7 +162,7 @@ REFUSED = {
     "link_efficiency = 1.2": "link_efficiency must be a positive number of at most 1; given 1.2",
     "name = ''": "name must be one line without quotes or backslashes; given ''",
     "gpu_target_config = 'missing.pbtxt'": "gpu_target_config cannot be read: .*missing.pbtxt",
-    "cores =": "not TOML",
+    "cores =": "is not valid TOML",
     'like = "h10"': r"like must name the GPU to start from, one of a100, .*; given 'h10'; did you mean h100\?",
 }
 

@@ -12,8 +12,7 @@ from described_gpus import program_of
 
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.operations import collective_cost
-from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, timeline
+from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, collective_cost, timeline
 
 pytestmark = pytest.mark.aot
 

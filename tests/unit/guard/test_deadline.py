@@ -12,46 +12,43 @@ from jdp.guard.deadline import DEVICES, Deadline, Position, set_xla_timeout, whe
 
 
 def at(step, doing=DEVICES, when=100.0):
-    return Position(step, doing, 1.0), when
+    return Position(step, doing, when)
 
 
 WORDS = {
     "behind": (
         {rank: at(4211, "waiting for data") if rank == 17 else at(4212) for rank in range(32)},
-        "Process 17 is at step 4,211 (waiting for data), all others at 4,212.",
+        f"Process 17 is at step 4,211 (waiting for data); processes 0, 1, 2 and 28 more are at step 4,212 ({DEVICES}).",
         [17],
     ),
     "far behind": (
-        {0: at(7), 1: at(5), 2: at(8), 3: at(5)},
-        f"Processes 1 and 3 are at step 5 ({DEVICES}), the others at 7 to 8.",
+        {0: at(7), 1: at(5), 2: at(7), 3: at(5)},
+        f"Processes 1 and 3 are at step 5 ({DEVICES}); processes 0 and 2 are at step 7 ({DEVICES}).",
         [1, 3],
     ),
-    "one does something else": (
+    "busy": (
         {0: at(5), 1: at(5), 2: at(5, "saving")},
-        f"All processes are at step 5: process 2 is saving, processes 0 and 1 are {DEVICES}.",
+        f"Process 2 is at step 5 (saving); processes 0 and 1 are at step 5 ({DEVICES}).",
         [2],
     ),
     "nobody": (
         {0: at(5), 1: at(5)},
-        f"All processes are at step 5, {DEVICES}: the devices hang, or the network between them.",
+        f"Processes 0 and 1 are at step 5 ({DEVICES}). The devices hang, or the network between them.",
         [],
+    ),
+    "silent": (
+        {0: at(9), 2: at(9)},
+        "Process 1 does not answer: 12 seconds ago it was at step 8, evaluating. Process 3 does not answer: it never "
+        f"reported its position. Processes 0 and 2 are at step 9 ({DEVICES}).",
+        [1, 3],
     ),
 }
 
 
 @pytest.mark.parametrize(("answers", "words", "behind"), WORDS.values(), ids=WORDS)
 def test_who_is_behind(answers, words, behind):
-    assert whereabouts(len(answers), answers, {}, now=101.0) == (words, behind)
-
-
-def test_who_does_not_answer():
-    answers, before = {0: at(9), 2: at(9)}, {0: at(8), 1: at(8, "evaluating", when=88.0)}
-    words, behind = whereabouts(4, answers, before, now=100.0)
-    assert behind == [1, 3]
-    assert words == (
-        "Process 1 does not answer: 12 seconds ago it was at step 8, evaluating. Process 3 does not answer, and never "
-        "reported its position. All others are at step 9."
-    )
+    before, count = {0: at(8), 1: at(8, "evaluating", when=88.0)}, max(*answers, *behind, 0) + 1
+    assert whereabouts(count, answers, before, now=100.0) == (words, behind)
 
 
 def test_how_long_a_step_may_take(monkeypatch):
@@ -80,20 +77,20 @@ def test_process_0_notices_silence_before_jax(monkeypatch, other):
     monkeypatch.setattr(module.time, "time", lambda: now[0])
     service = Store()
     first, second = (module._Peers(service, me, 2, 1) for me in (0, 1))
-    second.publish(Position(3, DEVICES, 0.0), once=other == "saving")
+    second.publish(at(3), once=other == "saving")
     if other == "left":
         second.leave()
     silent = []
     for _ in range(30):
         now[0] += 1
         if other == "lives":
-            second.publish(Position(3, DEVICES, 0.0), once=False)
-        first.publish(Position(3, DEVICES, 0.0), once=False)
+            second.publish(at(3, when=now[0]), once=False)
+        first.publish(at(3, when=now[0]), once=False)
         silent.append(first.silent)
     assert silent == [other == "stopped" and second > module.SILENT_SECONDS for second in range(30)]
     assert 1.2 * module.SILENT_SECONDS < HEARTBEAT_SECONDS / 2
     now[0] += 60  # process 0 itself is stopped for a minute: the others have their time again
-    first.publish(Position(3, DEVICES, 0.0), once=False)
+    first.publish(at(3, when=now[0]), once=False)
     assert not first.silent
 
 

@@ -90,7 +90,7 @@ def test_ends_of_other_visits_do_not_count(tmp_path):
     logs = ([*loop(rank, steps=19 + rank), *loop(rank, began=2000.0)] for rank in (0, 1))
     found = asked(tmp_path, *logs, supervisor=ends)
     assert found.began == 1
-    assert any(", by process 0: Process 0 ended without a message after step 19" in line for line in found.words)
+    assert any(": Process 0 ended without a message after step 19" in line for line in found.words)
 
 
 def test_a_deadline_has_its_own_words(tmp_path):
@@ -128,36 +128,23 @@ def test_it_hangs_and_who_is_behind(tmp_path, other):
     assert (found.state, found.began) == ("hung", 1)
     if other == "late":
         assert found.words[0] == (
-            "It has hung for 6 minutes: Process 1 is at step 19 (waiting for data), all others at 20."
+            "It has hung for 6 minutes: Process 1 is at step 19 (waiting for data); process 0 is at step 20 "
+            "(waiting for the devices)."
         )
     else:
         assert "Process 1 does not answer: 373 seconds ago it was at step 19, training." in found.words[0]
 
 
 SLOW = {
-    "data": (
-        {"data": 0.61, "wait": 0.3},
-        "Process 1 waits for data 61 % of its time: reading or decoding is too slow",
-        "input: the devices wait up to 61 % of a step for batches, most in process 1",
-    ),
-    "python": (
-        {"host": 0.5, "wait": 0.4},
-        "Process 1 spends 50 % of its time in Python between steps",
-        "python: the devices wait up to 50 % of a step for Python between steps, most in process 1",
-    ),
-    "straggler": (
-        {"dispatch": 0.2, "wait": 0.7},
-        "Process 1 holds the others up: before its devices can begin it works",
-        "process 1: the others wait 18 % of a step for its host",
-    ),
+    "data": ({"data": 0.61, "wait": 0.3}, "input: the devices wait up to 61 % of a step for batches"),
+    "python": ({"host": 0.5, "wait": 0.4}, "python: the devices wait up to 50 % of a step for Python between steps"),
 }
 
 
-@pytest.mark.parametrize(("parts", "words", "slow"), SLOW.values(), ids=SLOW)
-def test_what_makes_it_slow(tmp_path, parts, words, slow):
+@pytest.mark.parametrize(("parts", "slow"), SLOW.values(), ids=SLOW)
+def test_what_makes_it_slow(tmp_path, parts, slow):
     found = asked(tmp_path, loop(0), loop(1, **parts), alive=(0, 1), now=1030.0)
-    assert any(line.startswith(words) for line in found.words), found.words
-    assert found.slow == slow
+    assert found.slow == f"{slow}, most in process 1"
 
 
 def test_the_first_line_names_the_cause(tmp_path, capsys):
@@ -165,11 +152,15 @@ def test_the_first_line_names_the_cause(tmp_path, capsys):
     asked(tmp_path, [*loop(0, of=1, data=0.61, wait=0.3), event(1029.0, "finished", step=20)])
     assert main(["why", str(tmp_path)]) == 0
     first = f"{tmp_path}: finished; input: the devices wait up to 61 % of a step for batches\nIt finished after"
-    assert capsys.readouterr().out.startswith(first)
+    said = capsys.readouterr().out
+    assert said.startswith(first) and "errors.md" not in said
     with (tmp_path / "events" / "rank-00000.jsonl").open("a") as file:
         file.write(json.dumps(event(1030.0, "failed", error="KeyError: 'x'", step=20)) + "\n")
     assert main(["why", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path}: failed\nIt failed, after step 20, at ")
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path}: failed\nIt failed, after step 20, at ")
+    page = Path(said.splitlines()[-1].rpartition(": ")[2])
+    assert page.read_text(encoding="utf-8").startswith("# Errors by their text")
 
 
 def between(doing, seconds):
@@ -202,7 +193,8 @@ def test_long_steps_are_counted(tmp_path):
     events = loop(0, of=1)
     events[-3] |= {"seconds": 9.0, "data": 8.0}
     found = asked(tmp_path, events, alive=(0,), now=1030.0)
-    said = "1 step was more than 3 times as long; the longest, step 18, took 9 s, most of it waiting for data."
+    said = "1 of these steps took more than 3 times as long; the longest, step 18, took 9 s, most of it "
+    said += "waiting for data."
     assert said in found.words
 
 
@@ -210,7 +202,9 @@ def test_earlier_visits_are_told_in_short(tmp_path):
     first = [*loop(0, of=1), event(1029.0, "failed", error="ValueError: bad", at=[], step=20)]
     found = asked(tmp_path, [*first, *loop(0, of=1, began=2000.0), event(2029.0, "finished", step=20)])
     assert found.state == "finished"
-    assert any("was ended by an error: It failed, after step 20, at " in line for line in found.words)
+    assert any(
+        line.startswith("The visit that began ") and ": It failed, after step 20" in line for line in found.words
+    )
     assert found.goodput.visits == 2
 
 
@@ -220,13 +214,6 @@ def test_earlier_visits_do_not_judge_a_process(tmp_path):
     found = asked(tmp_path, [*loop(0), left, *loop(0, began=2000.0, steps=0), lost], [*loop(1), left])
     assert (found.state, found.began) == ("failed", None)
     assert any(line.endswith(" finished after step 20.") for line in found.words)
-
-
-def test_what_else_spoke_in_the_log_is_repeated(tmp_path):
-    found = asked(
-        tmp_path, [*loop(0, of=1), event(1028.5, "health", words="A bit flipped."), event(1029.0, "finished", step=20)]
-    )
-    assert "A bit flipped." in found.words
 
 
 @pytest.mark.parametrize("logs", [[], [[]]], ids=["no file", "an empty file"])
@@ -252,24 +239,11 @@ def test_a_run_by_its_name(run, capsys):
     log.close()
     assert main(["why", "tiny", "--run-dir", str(run.parent)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"{run}: finished\nIt finished after step 1.\nGoodput ") and "errors.md" not in out
+    assert out.startswith(f"{run}: finished\nIt finished after step 1.\nGoodput ")
     assert main(["why", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["began"]) == ("finished", None)
     assert found["goodput"]["visits"] == 1 and found["words"][0] == "It finished after step 1."
-
-
-def test_what_broke_leads_to_the_page_of_errors(run, capsys):
-    """The path that is printed exists; a run that ended well has none."""
-    log = EventLog(run / "events" / "rank-00000.jsonl")
-    log.event("start", rank=0, of=1)
-    log.event("finished", step=1)
-    log.event("start", rank=0, of=1)
-    log.event("failed", error="KeyError: one", at=["a.py:3 in f"], step=1)
-    log.close()
-    assert main(["why", str(run)]) == 0
-    *_, last = capsys.readouterr().out.splitlines()
-    assert Path(last.rpartition(": ")[2]).read_text(encoding="utf-8").startswith("# Errors by their text")
 
 
 def test_a_run_that_failed_before_it_began(run, capsys):

@@ -18,12 +18,11 @@ from flax import nnx
 from test_models import make
 
 import jdp
-from jdp.core.sharding.traced_mesh import tracing_on
+from jdp.core.sharding.mesh import tracing_on
 from jdp.foresight.targets.relocate import answered_for
 from jdp.foresight.targets.resolve import target
 from jdp.models import GPTConfig, build, next_token_loss
-from jdp.models.attention import attend
-from jdp.models.blockwise import Sight, attend_in_documents, block_size
+from jdp.models.attention import Sight, attend, attend_in_documents, block_size
 from jdp.models.transformer import Segments
 
 CONFIG = GPTConfig(
@@ -62,7 +61,7 @@ def gradient(length, remat):
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
     device = target("h100:1x1").devices[0]
-    with tracing_on(jdp.make_mesh(devices=[device])), answered_for(device, 91_000):
+    with tracing_on(jdp.make_mesh(devices=[device])), answered_for(device):
         traced = jax.make_jaxpr(jax.value_and_grad(loss))(model)
     return traced, jax.jit(jax.value_and_grad(loss)), model
 

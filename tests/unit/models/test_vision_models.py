@@ -13,7 +13,7 @@ from test_models import through_layers
 
 import jdp
 from jdp.models import ResNet, ResNetConfig, ViT, ViTConfig, build, classification_loss
-from jdp.models.resnet import BatchNorm
+from jdp.models.images import BatchNorm
 
 BASIC = ResNetConfig(classes=5, blocks=(1, 2), width=4, image_size=8, channels=2, stem="small", zero_init=False)
 BOTTLENECK = dataclasses.replace(BASIC, block="bottleneck", stem="imagenet", image_size=13)
@@ -208,10 +208,10 @@ def test_the_classification_loss_is_weighted():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: dataclasses.replace(BASIC, blocks=()), r"blocks are positive integers; given \(\)\. Remove empty"),
-        (lambda: dataclasses.replace(BASIC, blocks=[1]), r"blocks is a tuple, one number a stage; given \[1\]"),
+        (lambda: dataclasses.replace(BASIC, blocks=()), r"one stage at least; given blocks = \(\)\. Write \(2, 2\)"),
+        (lambda: dataclasses.replace(BASIC, blocks=[1]), r"blocks is a tuple of positive integers; given \[1\]"),
         (lambda: dataclasses.replace(BASIC, block="wide"), r"no block of that name; given 'wide'\. .*'bottleneck'"),
-        (lambda: dataclasses.replace(BASIC, norm_momentum=1.0), r"norm_momentum is in \[0, 1\); given 1\.0"),
+        (lambda: dataclasses.replace(BASIC, norm_momentum=1.0), r"norm_momentum is a rate in \[0, 1\); given 1\.0"),
         (lambda: dataclasses.replace(VIT, patch=3), r"patch must divide .*image_size\(8\) % patch\(3\) = 2\. .* 9"),
         (lambda: make(BASIC)(jnp.ones((2, 8, 8, 2), "uint8")), r"channels\(2\)\] floats; given uint8\[2, 8, 8, 2\]"),
         (lambda: make(BASIC)(jnp.ones((2, 8, 8, 2)), weights=jnp.ones(3)), r"weights are \[batch\]; given \[3\]"),

@@ -21,7 +21,7 @@ from trainings import plan_of
 import jdp
 from jdp.base.machine import available_memory
 from jdp.core.gradients import views
-from jdp.core.gradients.microbatch import Microbatch
+from jdp.core.gradients.accumulate import Microbatch
 from jdp.core.gradients.row_keys import RowDraws
 from jdp.experiment.assembly import Inputs
 from jdp.experiment.file import from_table

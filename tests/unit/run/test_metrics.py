@@ -16,9 +16,9 @@ from damage import files_of_at_most
 from tiny_experiment import tables, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
-from jdp.run.outputs import metrics as trackers
-from jdp.run.outputs.metrics import Metrics, numbers, read, replace_file
-from jdp.run.outputs.terminal import Display
+from jdp.run import metrics as trackers
+from jdp.run.metrics import Metrics, numbers, read, replace_file
+from jdp.run.outputs import Display
 
 
 def write(folder, steps, *, resumed_step=0, loss=1.0):

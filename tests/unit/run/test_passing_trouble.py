@@ -13,9 +13,9 @@ from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, train
 
 from jdp.checkpoint import errors
-from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.checkpoint.stored import COMMITTED
 from jdp.run import signals
-from jdp.run.outputs.metrics import Metrics
+from jdp.run.metrics import Metrics
 
 TRAIN = {"steps": 6, "batch_size": 16, "log_every": 1, "eval_every": 0, "checkpoint_every": 2}
 

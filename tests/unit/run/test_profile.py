@@ -14,8 +14,8 @@ from jdp.base import chips
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.foresight.timing.model_flops import model_flops, peak_flops, seconds_at_peak
-from jdp.run.outputs.metrics import read
-from jdp.run.outputs.profiler import profiled_steps
+from jdp.run.metrics import read
+from jdp.run.outputs import profiled_steps
 
 TRAIN = tables(train={"steps": 6, "batch_size": 8, "log_every": 1, "eval_batches": 1})
 

@@ -18,7 +18,7 @@ from tiny_runs import train
 
 from jdp.base import notices
 from jdp.base.formatting import escaped
-from jdp.run.outputs.terminal import Display
+from jdp.run.outputs import Display
 
 ROW = {"loss": 1.2345, "accuracy": 0.51, "lr": 3e-4, "grad_norm": 12.5, "skipped": 1, "tokens_per_second": 20400.0}
 _ERASED = re.compile(r"[^\n]*(\n(\x1b\[\?25h)?\r?\x1b\[1A)?\x1b\[2K")

@@ -16,7 +16,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.guard.time_account import KINDS
 from jdp.launch.events import read_logs
-from jdp.run.outputs.metrics import read
+from jdp.run.metrics import read
 
 TABLES = tables(
     optimizer={"name": "adamw", "lr": 1e-2, "warmup_steps": 2, "schedule": "cosine"},

@@ -16,7 +16,7 @@ from jdp.data import global_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table, load
 from jdp.experiment.plan import prove_experiment
-from jdp.run.outputs.metrics import read
+from jdp.run.metrics import read
 
 GPT = {"name": "gpt-nano", "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 8}
 RESNET = {"name": "resnet-digits", "blocks": [1], "width": 4}

@@ -1,0 +1,426 @@
+"""The checks of `jdp doctor` for this machine, and for the processes together; each finding names the fix.
+
+Findings are exchanged through the coordination service, which works while devices hang. Only the checks of devices
+start JAX.
+
+NCCL sends between GPUs of a machine by peer-to-peer copies, shared memory or RDMA, and does not notice lost data. An
+IOMMU or PCI ACS, enabled in many BIOSes, breaks peer-to-peer copies. So an all-reduce that hangs is tried again without
+each transport in turn. Each try is another process, because nothing ends the process that hangs.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from packaging.requirements import Requirement
+
+from jdp.base.disk_cache import default_folder, without_home
+from jdp.base.formatting import format_bytes, format_rate, format_seconds, listed
+from jdp.base.machine import has_nvidia
+from jdp.core.cluster.barrier import from_every_process, from_first_process, named
+from jdp.launch.processes import ending_with_parent
+
+Status = Literal["ok", "note", "wrong"]
+"""A note is left to the reader, such as a limit that hurts only large runs. `wrong` sets exit code 1."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check in one process, and the fix: a command or a sentence, "" if none is needed."""
+
+    check: str
+    status: Status
+    found: str
+    mend: str = ""
+
+    @classmethod
+    def judged(cls, check: str, found: str, mend: str, *, wrong: bool = False, note: bool = False) -> "Finding":
+        """Return a finding: `wrong`, a `note`, or else ok and without a fix."""
+        status: Status = "wrong" if wrong else "note" if note else "ok"
+        return cls(check, status, found, mend if wrong or note else "")
+
+
+@dataclass(frozen=True)
+class Examined:
+    """Findings and hosts of all processes that sent them, by process."""
+
+    findings: dict[int, list[Finding]]
+    hosts: dict[int, str]
+
+    @property
+    def wrong(self) -> int:
+        """The number of faults; a fault of several processes counts once."""
+        return sum(finding.status == "wrong" for finding, _ in self.rows())
+
+    def rows(self) -> list[tuple[Finding, tuple[int, ...]]]:
+        """Return a finding for each row of the table, with its processes, in the order of the checks.
+
+        If a check is ok in all processes, the row has the first process' finding. Findings with the same fix share a
+        row.
+        """
+        everyone = [(finding, process) for process, all_ in self.findings.items() for finding in all_]
+        rows: list[tuple[Finding, tuple[int, ...]]] = []
+        for check in dict.fromkeys(finding.check for finding, _ in everyone):
+            found = [(finding, process) for finding, process in everyone if finding.check == check]
+            unwell = [(finding, process) for finding, process in found if finding.status != "ok"]
+            if not unwell:
+                rows.append((found[0][0], tuple(self.findings)))
+            grouped: dict[tuple[str, str], tuple[Finding, dict[int, None]]] = {}
+            for finding, process in unwell:
+                key = (finding.status, finding.mend or finding.found)
+                grouped.setdefault(key, (finding, {}))[1][process] = None
+            rows += [(finding, tuple(processes)) for finding, processes in grouped.values()]
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "healthy": not self.wrong,
+            "processes": len(self.findings),
+            "findings": [
+                {"process": process, "host": self.hosts[process], **asdict(finding)}
+                for process, findings in self.findings.items()
+                for finding in findings
+            ],
+        }
+
+    def lines(self) -> list[str]:
+        """Return the table as text: a line for each finding, followed by its fix if it is not ok."""
+        rows = self.rows()
+        width = max((len(finding.check) for finding, _ in rows), default=0)
+        lines: list[str] = []
+        for finding, processes in rows:
+            who = "" if len(processes) == len(self.findings) else f"  [{named(processes)}]"
+            if len(processes) == 1 < len(self.findings):
+                who = f"  [{named(processes)} on {self.hosts[processes[0]]}]"
+            status = finding.status.upper() if finding.status == "wrong" else finding.status
+            lines.append(f"{status:<5}  {finding.check:<{width}}  {finding.found}{who}")
+            if finding.mend:
+                lines.append(f"{'':<5}  {'':<{width}}  → {finding.mend}")
+        return lines
+
+
+def gather(findings: list[Finding], seconds: float) -> tuple[dict[int, list[Finding]], dict[int, str]]:
+    """Return the findings and the host of every process, by its index; every process calls this."""
+    text = json.dumps([socket.gethostname(), [astuple(each) for each in findings]])
+    said = [json.loads(each) for each in from_every_process("what was found", text, seconds=seconds)]
+    hosts = {process: host for process, (host, _) in enumerate(said)}
+    return {process: [Finding(*each) for each in found] for process, (_, found) in enumerate(said)}, hosts
+
+
+def described(hosts: Mapping[int, str]) -> str:
+    """Return "2 processes on node1", or "8 processes on 2 hosts: node1, node2"."""
+    different = list(dict.fromkeys(hosts.values()))
+    processes = "1 process" if len(hosts) == 1 else f"{len(hosts)} processes"
+    where = different[0] if len(different) == 1 else f"{len(different)} hosts: {listed(different, 8)}"
+    return f"{processes} on {where}"
+
+
+# This machine without JAX.
+
+SHOWN = ("jdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+_PLUGIN = re.compile(r"jax-(cuda|rocm)\d+-(plugin|pjrt)")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_OLDEST_DRIVER = {"13": 580, "12": 525}
+"""CUDA's major version -> its oldest driver (NVIDIA, "CUDA Compatibility", minor versions)."""
+
+
+def versions() -> dict[str, str]:
+    """Return the version of Python and of each package that determines a step; "" if not installed."""
+    found = {"python": platform.python_version()} | {name: _version(name) for name in SHOWN}
+    installed = {each.name for each in importlib.metadata.distributions()}  # parses a file per name
+    return found | {name: _version(name) for name in sorted(filter(None, installed)) if _PLUGIN.fullmatch(name)}
+
+
+def examine_versions() -> list[Finding]:
+    """Check the bounds that jdp and jax declare, the plugins' versions, and the driver's."""
+    found = versions()
+    shown = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    wrong = [*_unmet("jdp"), *_unmet("jax", only="jaxlib"), *_mismatched(found), *_old_driver(found)]
+    return wrong or [Finding("versions", "ok", shown)]
+
+
+def _unmet(package: str, only: str | None = None) -> list[Finding]:
+    try:
+        requires = importlib.metadata.requires(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        text = f"{package} was not installed by pip, so its bounds are unknown"
+        return [Finding("versions", "note", text, "pip install . (in jdp's folder)" if package == "jdp" else "")]
+    unmet: list[Finding] = []
+    for requirement in map(Requirement, requires):
+        name, version = requirement.name, _version(requirement.name)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if not applies or only not in (None, name):
+            continue
+        if not version:
+            found = f"{package} needs {name}{requirement.specifier}, which is not installed"
+        elif not requirement.specifier.contains(version, prereleases=True):
+            found = f"{package} was tested with {name}{requirement.specifier}; installed is {version}"
+        else:
+            continue
+        unmet.append(Finding("versions", "wrong", found, f"pip install '{name}{requirement.specifier}'"))
+    return unmet
+
+
+def _mismatched(found: dict[str, str]) -> list[Finding]:
+    """Return findings about plugins whose version differs from jaxlib's: JAX may load them with only a warning."""
+    return [
+        Finding(
+            "versions",
+            "wrong",
+            f"{name} is {version}, and jaxlib {found['jaxlib']}: they must be equal",
+            f"pip install 'jax[{name.split('-')[1]}]=={found['jax']}'",
+        )
+        for name, version in found.items()
+        if _PLUGIN.fullmatch(name) and version != found["jaxlib"]
+    ]
+
+
+def _old_driver(found: dict[str, str]) -> list[Finding]:
+    """Return a finding if NVIDIA's driver is too old for the CUDA of JAX's plugin."""
+    cuda = next((match[1] for name in found if (match := re.fullmatch(r"jax-cuda(\d+)-plugin", name))), None)
+    record = _DRIVER.read_text(encoding="utf-8", errors="replace") if _DRIVER.is_file() else ""
+    driver = next(iter(re.findall(r"\s(\d{3}\.[\d.]+)\s", record)), None)  # such as "580.65.06"
+    if cuda not in _OLDEST_DRIVER or driver is None or int(driver.partition(".")[0]) >= _OLDEST_DRIVER[cuda]:
+        return []
+    text = f"the NVIDIA driver is {driver}; CUDA {cuda} needs {_OLDEST_DRIVER[cuda]} or newer"
+    other = ", or pip install 'jax[cuda12]' without cuda13" if cuda == "13" else ""
+    return [Finding("versions", "wrong", text, f"install a newer driver{other}")]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+# The disk.
+
+LITTLE_ROOM = 2**30
+FEW_INODES = 10_000  # a checkpoint has tens of files per process
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    folder = folder.absolute()
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
+def examine_disk(folder: Path) -> list[Finding]:
+    """Check space, inodes and writing; write and remove a file."""
+    folder = existing(folder)
+    status = os.statvfs(folder)
+    mend = f"remove small files (du --inodes -x {folder} | sort -n | tail), or choose another --run-dir"
+    found = f"{status.f_favail:,} free of {status.f_files:,} at {folder}"
+    inodes = Finding.judged("inodes", found, mend, wrong=status.f_favail < FEW_INODES)
+    if not status.f_files:  # Btrfs and some network file systems have no fixed number
+        inodes = Finding("inodes", "ok", f"without a limit at {folder}")
+    return [examine_room(folder), inodes, _writing(folder)]
+
+
+def examine_cache() -> Finding:
+    """Check that the cache of compiled programs and tokens has a folder."""
+    folder = default_folder()
+    mend = "export JDP_CACHE_DIR=FOLDER, a folder that this user can write"
+    found = without_home(folder)
+    return Finding.judged("cache", found or str(folder), mend, note=found is not None)
+
+
+def examine_room(folder: Path, checkpoint: Path | None = None) -> Finding:
+    """Check the free space on a disk, also for a checkpoint as large as `checkpoint`."""
+    needed = 0 if checkpoint is None else sum(file.stat().st_size for file in checkpoint.rglob("*"))
+    status = os.statvfs(folder)
+    free, size = status.f_frsize * status.f_bavail, status.f_frsize * status.f_blocks
+    mend = f"make room (du -xh {folder} | sort -h | tail), or choose another --run-dir"
+    found = f"{format_bytes(free)} free of {format_bytes(size)} at {folder}"
+    found += f"; a checkpoint takes {format_bytes(needed)}" if needed else ""
+    check = "disk" if checkpoint is None else "next checkpoint"
+    return Finding.judged(check, found, mend, wrong=free < (needed or LITTLE_ROOM))
+
+
+def _writing(folder: Path) -> Finding:
+    if not folder.is_dir():
+        return Finding("writing", "wrong", f"{folder} is a file, not a folder", "choose another --run-dir")
+    probe = folder / f".jdp-doctor-{secrets.token_hex(8)}"
+    try:
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(4096))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        mend = f"make {folder} writable for this user, or choose another --run-dir"
+        return Finding("writing", "wrong", f"{folder} cannot be written: {error.strerror}", mend)
+    return Finding("writing", "ok", f"a file was written and removed at {folder}")
+
+
+# The devices.
+
+SECONDS = 2.0  # for all payloads together, after compilation
+PAYLOADS = {"cpu": (2**16, 2**20, 2**24), "": (2**20, 2**25, 2**28)}
+"""Platform -> payload of an all-reduce per device, in bytes; "" for all other platforms."""
+_SLOW = 1e9  # bytes a second: 10 Gb/s Ethernet
+_FEWEST, _MOST = 3, 200
+_RDMA = Path("/sys/class/infiniband")
+
+
+def examine_devices() -> list[Finding]:
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # JAX raises it if a platform does not start
+        first = str(error).splitlines()[0]
+        mend = "fix the other findings first; if there are none, see JAX's own lines above"
+        return [Finding("devices", "wrong", f"JAX starts none: {first}", mend)]
+    kinds = Counter(device.device_kind for device in devices)
+    found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    unused = has_nvidia() and devices[0].platform == "cpu"
+    asked = unused and "cpu" in os.environ.get("JAX_PLATFORMS", "")
+    found += "; this machine has an NVIDIA GPU, which JAX does not use" if unused else ""
+    remedy = "pip install 'jdp[cuda]'"
+    if hidden := [name for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES") if name in os.environ]:
+        remedy = f"unset {hidden[0]}, which is {os.environ[hidden[0]]!r}"
+    elif any(map(find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
+        remedy = "nvidia-smi must list the GPU; JAX's own lines above tell why its plugin does not start"
+    judged = Finding.judged("devices", found, remedy, wrong=unused and not asked, note=asked)
+    return [judged, Finding("collectives", "ok", _library(devices[0].platform))]
+
+
+def _library(platform: str) -> str:
+    names = sorted(each.name for each in _RDMA.iterdir()) if _RDMA.is_dir() else []
+    wire = f"RDMA by {listed(names)}" if names else "TCP; there is no RDMA device"
+    if platform == "cpu":
+        return "Gloo, over TCP" if jax.process_count() > 1 else "XLA's own, within this process"
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            return f"NCCL {importlib.metadata.version(package)}, between hosts by {wire}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"the platform's own, between hosts by {wire}"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """All-reduces of one size."""
+
+    payload: int  # bytes per device
+    seconds: float  # mean time of one all-reduce
+    right: bool  # True if each sum was right
+    devices: int  # number of devices
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes a second on the links of a ring: 2 (N − 1) / N × payload / seconds ("bus bandwidth" of nccl-tests)."""
+        return 2 * (self.devices - 1) / self.devices * self.payload / self.seconds
+
+
+def examine_all_reduce() -> list[Finding]:
+    """Check sum and speed of all-reduces over all devices for two seconds; every process calls this."""
+    devices = jax.devices()
+    if len(devices) == 1:
+        return [Finding("all-reduce", "ok", "one device: nothing is sent")]
+    payloads = PAYLOADS.get(devices[0].platform, PAYLOADS[""])
+    try:
+        timed = [time_all_reduce(payload, SECONDS / len(payloads)) for payload in payloads]
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError is Gloo's, for example about a lost peer
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        mend = "fix the other findings first; if there are none, NCCL_DEBUG=INFO jdp doctor prints more on GPUs"
+        return [Finding("all-reduce", "wrong", first, mend)]
+    if wrong := [each for each in timed if not each.right]:
+        found = f"the sum of {format_bytes(wrong[0].payload)} from each of {len(devices)} devices is wrong"
+        mend = "do not train on them: run without each host in turn, to find the faulty host"
+        return [Finding("all-reduce", "wrong", found, mend)]
+    shown = "; ".join(
+        f"{format_bytes(each.payload)} in {format_seconds(each.seconds)}, {format_rate(each.bus_bandwidth)}B/s"
+        for each in timed
+    )
+    slow = devices[0].platform != "cpu" and timed[-1].bus_bandwidth < _SLOW
+    mend = "NCCL_DEBUG=INFO shows the transport (NET/IB, P2P/NVLS, NET/Socket); NCCL_SOCKET_IFNAME sets the interface"
+    found = f"{len(devices)} devices, right; {shown} of bus bandwidth"
+    return [Finding.judged("all-reduce", found, mend, note=slow)]
+
+
+def time_all_reduce(payload: int, seconds: float) -> Timed:
+    """Sum an array over all devices repeatedly, and return the time of one sum."""
+    devices = jax.devices()
+    mesh = Mesh(np.array(devices), ("all",))
+    rows, everywhere = PartitionSpec("all"), PartitionSpec()
+    mine = np.stack([np.full(payload // 4, 1 + devices.index(each), np.float32) for each in jax.local_devices()])
+    shape = (len(devices), payload // 4)
+    given = jax.make_array_from_process_local_data(NamedSharding(mesh, rows), mine, shape)
+    add = jax.jit(jax.shard_map(lambda row: lax.psum(row, "all"), mesh=mesh, in_specs=rows, out_specs=everywhere))
+
+    def timed(count: int) -> tuple[float, jax.Array]:
+        start, total = time.perf_counter(), given
+        for _ in range(count):
+            total = add(given).block_until_ready()
+        return (time.perf_counter() - start) / count, total
+
+    timed(1)  # compiles and connects
+    count = min(_MOST, max(_FEWEST, int(seconds / max(timed(1)[0], 1e-6))))
+    spent, total = timed(from_first_process("how many all-reduces are timed", count))
+    expected = len(devices) * (len(devices) + 1) / 2
+    right = all(bool(np.all(np.asarray(shard.data) == expected)) for shard in total.addressable_shards)
+    return Timed(payload, spent, right, len(devices))
+
+
+P2P, SHM, IB = "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"
+"""NCCL's variables; "1" disables a transport: peer-to-peer, shared memory, RDMA."""
+TRY = "import sys\nfrom jdp.launch.doctor import time_all_reduce\nsys.exit(not time_all_reduce(2**20, 0.1).right)\n"
+"""The program of a try: exit code 0 if the visible GPUs all-reduce, and the sum is right."""
+
+
+def is_nccl_used() -> bool:
+    return jax.local_devices()[0].platform in ("gpu", "cuda")
+
+
+def nccl_cure(
+    seconds: float, *, command: Sequence[str] = (sys.executable, "-c", TRY), rdma: Path = _RDMA
+) -> dict[str, str]:
+    """Return the variables with which the all-reduce succeeds; {} if none. A try takes at most `seconds`."""
+    single = (P2P, SHM, *[IB] * rdma.is_dir())
+    for ways in (*((name,) for name in single), single):  # each alone, then all together
+        variables = dict.fromkeys(ways, "1")
+        if all(os.environ.get(name) == "1" for name in ways):
+            continue
+        print(f"jdp doctor: the all-reduce hangs; trying it with {in_shell(variables)}", file=sys.stderr, flush=True)
+        if _ends_well(command, variables, seconds):
+            return variables
+    return {}
+
+
+def in_shell(variables: Mapping[str, str]) -> str:
+    """Return "A=1 B=1", for the front of a command."""
+    return " ".join(f"{name}={value}" for name, value in variables.items())
+
+
+def _ends_well(command: Sequence[str], variables: Mapping[str, str], seconds: float) -> bool:
+    """Run a try; True if it ends in time with exit code 0. This process holds most of the GPUs' memory."""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **variables}
+    quiet = subprocess.DEVNULL
+    bound = ending_with_parent(command)  # the thread that starts the command waits for it
+    with subprocess.Popen(bound, env=environment, stdout=quiet, stderr=quiet, start_new_session=True) as process:
+        try:
+            return process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return False

@@ -1,1 +1,0 @@
-"""The checks of `jdp doctor` for this machine, and for the processes together; each finding names the fix."""
