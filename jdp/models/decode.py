@@ -1,8 +1,8 @@
-"""Generate text, with a cache of keys and values, or without it beyond the context.
+"""Generate text with a cache of keys and values; prompt and text fit into the model's context.
 
-With the cache, `prefill` runs the prompt, and `step` one token. Shapes are constant, so each is compiled once. Their
-logits equal those of a call of the model on all tokens so far. `stream` yields the tokens, and `continued` returns them
-from one program. A prompt may be padded at its end, because a position is written before a query sees it.
+`prefill` runs the prompt, and `step` one token. Shapes are constant, so each is compiled once. Their logits equal those
+of a call of the model on all tokens so far. `stream` yields the tokens; `generate` and `continued` return them from one
+program. A prompt may be padded at its end, because a position is written before a query sees it.
 """
 
 from __future__ import annotations
@@ -161,11 +161,10 @@ def stream(
     Raises:
         ValueError: an empty prompt, or more tokens than the context holds.
     """
-    tokens, context = np.asarray(prompt, np.int32), model.config.context
+    tokens = np.asarray(prompt, np.int32)
     longest = max(longest or 0, tokens.size)
     require(tokens.ndim == 1 and tokens.size > 0, "a prompt has 1 token at least", f"{tokens.size}", "Begin with some")
-    fits = longest + length <= context
-    require(fits, f"prompt and text have at most context({context}) tokens", f"{longest} + {length}", "Ask for fewer")
+    _check_fits(model, longest, length)
     padded = np.pad(tokens, (0, longest - tokens.size))[None]
     token, cache = _first(model, padded, jnp.int32(tokens.size - 1), rng, capacity=longest + length, draw=draw)
     for i in range(1, length + 1):
@@ -195,9 +194,7 @@ def continued(model: GPT, tokens: jax.Array, last: jax.Array, rng: jax.Array, *,
     return jax.lax.fori_loop(1, length, go_on, (text, cache))[0]
 
 
-# Without a cache, for text that may be longer than the context. The sequence so far is at the start of a [batch, prompt
-# + length] array. Each step reads a window of at most `context` tokens that ends with the newest, and appends a token.
-# At first the window also covers unwritten positions, which do not matter because the model is causal.
+_jitted = jax.jit(continued, static_argnames=("length", "draw"))
 
 
 def generate(
@@ -214,9 +211,9 @@ def generate(
     Works inside `jax.jit` as well; `length`, `temperature` and `top_k` must then be static.
 
     Args:
-        model: a GPT; it reads the last `context` tokens of a longer sequence.
+        model: a GPT.
         prompt: [batch, prompt] integers, at least one token.
-        length: tokens to add.
+        length: tokens to add, at least 1; with the prompt they fit into the model's `context`.
         temperature: divides the logits before drawing; 0 takes the likeliest token.
         top_k: draw among the k likeliest tokens; None: among all.
         rng: typed key. Step i draws with `fold_in(rng, i)`.
@@ -234,21 +231,13 @@ def generate(
     draw = Draw.checked(model.config.vocab_size, temperature, top_k)
     shape_fits = prompt.ndim == 2 and prompt.shape[1] > 0
     require(shape_fits, "a prompt is [batch, at least 1 token]", f"{list(prompt.shape)}", "Begin with some token")
-    require(length >= 0, "length is the number of tokens to add", f"{length}", "Make it 0 or more")
-    return _generate(model, prompt, rng, length, draw)
+    require(length >= 1, "length is the number of tokens to add", f"{length}", "Make it 1 or more")
+    _check_fits(model, prompt.shape[1], length)
+    text = _jitted(model, prompt, jnp.int32(prompt.shape[1] - 1), rng, length=length, draw=draw)
+    return jnp.concatenate([prompt, text.astype(prompt.dtype)], axis=1)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _generate(model: GPT, prompt: jax.Array, rng: jax.Array, length: int, draw: Draw) -> jax.Array:
-    total = prompt.shape[1] + length
-    window = min(model.config.context, total)
-
-    def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
-        end = prompt.shape[1] + i
-        start = jnp.maximum(end - window, 0)
-        features = model.features(jax.lax.dynamic_slice_in_dim(tokens, start, window, axis=1))
-        newest = jax.lax.dynamic_index_in_dim(features, end - 1 - start, axis=1, keepdims=False)
-        drawn = draw(model.logits(newest), jax.random.fold_in(rng, i))
-        return jax.lax.dynamic_update_index_in_dim(tokens, drawn.astype(tokens.dtype), end, axis=1)
-
-    return jax.lax.fori_loop(0, length, step, jnp.pad(prompt, ((0, 0), (0, length))))
+def _check_fits(model: GPT, prompt: int, length: int) -> None:
+    context = model.config.context
+    rule = f"prompt and text have at most context({context}) tokens"
+    require(prompt + length <= context, rule, f"{prompt} + {length}", "Ask for fewer")

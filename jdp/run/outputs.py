@@ -24,7 +24,6 @@ from jdp.base.toml import cut
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
-from jdp.models import generate
 from jdp.models.decode import Draw, continued
 from jdp.run.metrics import SAMPLES, replace_file
 
@@ -209,6 +208,8 @@ class SampleWriter:
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
+        if assembly.experiment.sample is not None:
+            _ = self._prompts  # refused before the first step
 
     def rows(self, state: TrainState, step: int) -> list[dict[str, Any]]:
         """Return a row for each prompt: step, prompt, and the text, which begins with the prompt.
@@ -227,27 +228,30 @@ class SampleWriter:
 
     @functools.cached_property
     def _prompts(self) -> dict[str, tuple[NDArray[np.int32], np.int32]]:
-        """Each prompt's tokens [1, n], padded to one length if they and the text fit into the context; and the end."""
+        """Each prompt's tokens [1, n], padded to one length, and the position of its last token."""
         table, tokenizer = self._assembly.experiment.sample, self._assembly.inputs.data.tokenizer
         assert table is not None
         tokens = {text: tokenizer.opened(tokenizer.encode(text)) for text in table.prompts}
-        longest = max(map(len, tokens.values()))
-        self._fits = longest + table.length <= self._assembly.training.config.context
-        padded = {text: np.pad(row, (0, (longest - len(row)) * self._fits)) for text, row in tokens.items()}
+        longest, context = max(map(len, tokens.values())), self._assembly.training.config.context
+        if longest >= context:
+            raise UserError(
+                f"sample.prompt must be shorter than the model's context of {context} tokens; given one of {longest}: "
+                "shorten it"
+            )
+        padded = {text: np.pad(row, (0, longest - len(row))) for text, row in tokens.items()}
         return {text: (padded[text][None], np.int32(len(row) - 1)) for text, row in tokens.items()}
 
     @functools.cached_property
     def _continue(self) -> Callable[[TrainState, NDArray[np.int32], np.int32], jax.Array]:
-        """The function that continues a prompt: `table.length` tokens, [1, length]."""
-        training, table, fits = self._assembly.training, self._assembly.experiment.sample, self._fits
+        """The function that continues a prompt: `table.length` tokens, or as many as fit into the context, [1, n]."""
+        training, table = self._assembly.training, self._assembly.experiment.sample
         assert table is not None
         rng = jax.random.fold_in(training.rng, 2)  # 0 and 1 are the weights' and the steps'
 
         @functools.partial(jax.jit, out_shardings=training.plan.replicated)
         def continue_prompt(state: TrainState, tokens: jax.Array, end: jax.Array) -> jax.Array:
+            length = min(table.length, training.config.context - tokens.shape[1])
             with tracing_on(training.mesh):
-                if fits:
-                    return continued(state.model, tokens, end, rng, length=table.length, draw=Draw())
-                return generate(state.model, tokens, length=table.length, rng=rng)[:, tokens.shape[1] :]
+                return continued(state.model, tokens, end, rng, length=length, draw=Draw())
 
         return continue_prompt

@@ -129,7 +129,7 @@ class Sample(Section):
     every: Count = 0
     """Steps between samples; 0 = only at the end."""
     length: Positive = 200
-    """Tokens to add."""
+    """Most tokens to add; fewer if the model's context has no room for them."""
 
     @property
     def prompts(self) -> tuple[str, ...]:

@@ -232,34 +232,26 @@ def test_dropout_follows_its_key_and_is_off_without(kind):
     np.testing.assert_array_equal(forward(sure, x, KEY), plain)
 
 
-def next_logits(model, tokens):
-    """Logits of each next token given the last `context` tokens before it: [batch, length, vocab]."""
-    context, length = model.config.context, tokens.shape[1]
-    early = forward(model, jnp.pad(tokens, ((0, 0), (0, max(0, context - length))))[:, :context])[:, :length]
-    late = [forward(model, tokens[:, end - context : end])[:, -1:] for end in range(context + 1, length + 1)]
-    return jnp.concatenate([early, *late], axis=1)
-
-
 @pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(GPT2, tied=False)], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("prompt", [1, 6, 11])  # total 6, 11 and 16 tokens, context 8
-@pytest.mark.default_ids("1-llama")
-def test_greedy_sampling_takes_the_likeliest_token(config, prompt):
-    model, given = make(config), jax.random.randint(KEY, (2, prompt), 0, 19)
+@pytest.mark.default_ids("llama")
+def test_greedy_sampling_takes_the_likeliest_token(config):
+    model, prompt = make(config), 3
+    given = jax.random.randint(KEY, (2, prompt), 0, 19)
     tokens = generate(model, given, length=5, temperature=0, rng=KEY)
     assert (tokens.shape, tokens.dtype) == ((2, prompt + 5), given.dtype)
     np.testing.assert_array_equal(tokens[:, :prompt], given)
-    np.testing.assert_array_equal(tokens[:, prompt:], next_logits(model, tokens)[:, prompt - 1 : -1].argmax(-1))
+    np.testing.assert_array_equal(tokens[:, prompt:], forward(model, tokens)[:, prompt - 1 : -1].argmax(-1))
     assert len(np.unique(tokens[:, prompt:])) > 2
 
 
 @pytest.mark.rest
 def test_sampling_follows_its_key():
     model, prompt = make(LLAMA), jnp.tile(TOKENS[:1, :3], (64, 1))
-    sample = jax.jit(lambda rng: generate(model, prompt, length=9, temperature=50.0, top_k=3, rng=rng))
+    sample = jax.jit(lambda rng: generate(model, prompt, length=5, temperature=50.0, top_k=3, rng=rng))
     tokens = sample(KEY)
     np.testing.assert_array_equal(tokens, sample(KEY))
     assert jnp.any(tokens != sample(jax.random.key(4)))
-    best = jax.lax.top_k(next_logits(model, tokens)[:, 2:-1], 3)[1]
+    best = jax.lax.top_k(forward(model, tokens)[:, 2:-1], 3)[1]
     assert jnp.all(jnp.any(best == tokens[:, 3:, None], axis=-1))
     assert len(np.unique(tokens[:, 3])) == 3  # one prompt, 64 rows, nearly uniform: all three appear
     assert len(np.unique(generate(model, prompt, length=1, temperature=50.0, rng=KEY)[:, 3])) > 3
@@ -311,6 +303,7 @@ def packed(segments, **changes):
         (lambda: generate(make(LLAMA), TOKENS[:, :0], length=1, rng=KEY), r"at least 1 token\]; given \[2, 0\]"),
         (lambda: streamed([], 1), "a prompt has 1 token at least; given 0"),
         (lambda: streamed([1, 2, 3], 6), r"context\(8\) tokens; given 3 \+ 6"),
+        (lambda: generate(make(LLAMA), TOKENS[:, :3], length=6, rng=KEY), r"context\(8\) tokens; given 3 \+ 6"),
         (lambda: packed(jnp.ones((2, 7), int)), r"segments are integers \[2, 8\], as .* given int32\[2, 7\]"),
         (lambda: packed(jnp.ones((2, 8))), r"segments are integers .* given float32\[2, 8\]"),
         (lambda: packed(jnp.ones((2, 8), int), attention="cudnn"), r"takes no segments; given segments\. Set attent"),

@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from tiny_runs import sample_files, stopped_at, train
+from tiny_runs import refused, sample_files, stopped_at, train
 
 from jdp.cli.main import main
 from jdp.run.signals import StopRequest
@@ -24,6 +24,12 @@ def test_samples_are_those_of_generate_at_their_step(sampled, capsys):
         assert [row["text"] for row in rows] == [one["prompt"] + one["text"] for one in found]
         texts.add(rows[0]["text"])
     assert len(texts) > 1, "the model learns"
+
+
+def test_a_prompt_must_leave_room_in_the_context(sampled, capsys):
+    file, _ = sampled
+    error = refused(capsys, "train", file, "--sample.prompt", "def word", "--run-dir", file.parent / "long")
+    assert "sample.prompt must be shorter than the model's context of 8 tokens; given one of 8" in error
 
 
 @pytest.mark.rest
