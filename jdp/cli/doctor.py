@@ -141,23 +141,19 @@ class _Examination:
     @contextlib.contextmanager
     def _bounded(self, what: str) -> Generator[None]:
         """Report, and end this process, if the code in `with` does not end in time; it may hang in C++."""
-        from jdp.launch import doctor
+        from jdp.launch.doctor import Finding
 
         seconds = self.options.timeout + (_BEFORE_OTHERS if self.me else 0)  # process 0 reports first
 
         def give_up() -> None:
             found = f"not done after {self.options.timeout:g} seconds: a process, a device or a link hangs"
             mend = "check fewer hosts at a time to find it; jdp doctor --timeout 120 if starting takes longer"
-            if what == "all-reduce" and self.count == 1 and doctor.is_nccl_used():
-                if variables := doctor.nccl_cure(self.options.timeout):
-                    line = doctor.in_shell(variables)
-                    found = f"{found}; with {line} it succeeds"
-                    why = "; look for an IOMMU or PCI ACS in the BIOS" * (doctor.P2P in variables)
-                    mend = f"export {line}, in each shell that trains{why}"
-                else:
-                    found = f"{found}, also without NCCL's peer-to-peer, shared memory and RDMA"
-                    mend = "NCCL_DEBUG=INFO jdp doctor"
-            self.findings.append(doctor.Finding(what, "wrong", found, mend))
+            if what == "all-reduce":
+                mend += (
+                    "; on GPUs try NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_IB_DISABLE=1, one at a time, and "
+                    "NCCL_DEBUG=INFO"
+                )
+            self.findings.append(Finding(what, "wrong", found, mend))
             self._report()
             os._exit(1)
 

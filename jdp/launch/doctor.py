@@ -2,10 +2,6 @@
 
 Findings are exchanged through the coordination service, which works while devices hang. Only the checks of devices
 start JAX.
-
-NCCL sends between GPUs of a machine by peer-to-peer copies, shared memory or RDMA, and does not notice lost data. An
-IOMMU or PCI ACS, enabled in many BIOSes, breaks peer-to-peer copies. So an all-reduce that hangs is tried again without
-each transport in turn. Each try is another process, because nothing ends the process that hangs.
 """
 
 import importlib.metadata
@@ -14,13 +10,10 @@ import os
 import platform
 import re
 import secrets
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +29,6 @@ from jdp.base.disk_cache import default_folder, without_home
 from jdp.base.formatting import format_bytes, format_rate, format_seconds, listed
 from jdp.base.machine import has_nvidia
 from jdp.core.cluster.barrier import from_every_process, from_first_process, named
-from jdp.launch.processes import ending_with_parent
 
 Status = Literal["ok", "note", "wrong"]
 """A note is left to the reader, such as a limit that hurts only large runs. `wrong` sets exit code 1."""
@@ -381,46 +373,3 @@ def time_all_reduce(payload: int, seconds: float) -> Timed:
     expected = len(devices) * (len(devices) + 1) / 2
     right = all(bool(np.all(np.asarray(shard.data) == expected)) for shard in total.addressable_shards)
     return Timed(payload, spent, right, len(devices))
-
-
-P2P, SHM, IB = "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"
-"""NCCL's variables; "1" disables a transport: peer-to-peer, shared memory, RDMA."""
-TRY = "import sys\nfrom jdp.launch.doctor import time_all_reduce\nsys.exit(not time_all_reduce(2**20, 0.1).right)\n"
-"""The program of a try: exit code 0 if the visible GPUs all-reduce, and the sum is right."""
-
-
-def is_nccl_used() -> bool:
-    return jax.local_devices()[0].platform in ("gpu", "cuda")
-
-
-def nccl_cure(
-    seconds: float, *, command: Sequence[str] = (sys.executable, "-c", TRY), rdma: Path = _RDMA
-) -> dict[str, str]:
-    """Return the variables with which the all-reduce succeeds; {} if none. A try takes at most `seconds`."""
-    single = (P2P, SHM, *[IB] * rdma.is_dir())
-    for ways in (*((name,) for name in single), single):  # each alone, then all together
-        variables = dict.fromkeys(ways, "1")
-        if all(os.environ.get(name) == "1" for name in ways):
-            continue
-        print(f"jdp doctor: the all-reduce hangs; trying it with {in_shell(variables)}", file=sys.stderr, flush=True)
-        if _ends_well(command, variables, seconds):
-            return variables
-    return {}
-
-
-def in_shell(variables: Mapping[str, str]) -> str:
-    """Return "A=1 B=1", for the front of a command."""
-    return " ".join(f"{name}={value}" for name, value in variables.items())
-
-
-def _ends_well(command: Sequence[str], variables: Mapping[str, str], seconds: float) -> bool:
-    """Run a try; True if it ends in time with exit code 0. This process holds most of the GPUs' memory."""
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **variables}
-    quiet = subprocess.DEVNULL
-    bound = ending_with_parent(command)  # the thread that starts the command waits for it
-    with subprocess.Popen(bound, env=environment, stdout=quiet, stderr=quiet, start_new_session=True) as process:
-        try:
-            return process.wait(seconds) == 0
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return False

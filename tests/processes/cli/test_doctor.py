@@ -93,36 +93,8 @@ if rank == 1: checks.time_all_reduce = lambda *_: os.kill(os.getpid(), signal.SI
     found = json.loads(capfd.readouterr().out)
     (reduced,) = (each for each in found["findings"] if each["check"] == "all-reduce")
     assert reduced["status"] == "wrong" and reduced["found"].startswith("not done after 8 seconds")
+    assert "try NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_IB_DISABLE=1" in reduced["mend"]
     assert found["processes"] == 2, "what the other found before is told too"
-
-
-HANGS = """
-import os
-if os.environ.get("NCCL_P2P_DISABLE") != "1":
-    import time
-    import jax
-    psum = jax.lax.psum
-
-    def hangs(x, axis):
-        wait = lambda x, index: time.sleep(1000) if index else x
-        return psum(jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x, jax.lax.axis_index(axis)), axis)
-
-    jax.lax.psum = hangs
-"""
-
-
-@pytest.mark.rest
-def test_a_hanging_all_reduce_is_tried_without_nccl(tmp_path):
-    """A device that never comes to the sum stands for peer-to-peer copies that are lost: here, and in the tries."""
-    (tmp_path / "sitecustomize.py").write_text(HANGS)
-    before = "from jdp.launch import doctor as checks; checks.is_nccl_used = lambda: True"
-    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
-    command, variables = doctor(tmp_path, "--timeout", "15", before=before), environment() | variables
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and done.stdout.endswith("1 thing is wrong.\n"), done
-    assert done.stderr.startswith("jdp doctor: the all-reduce hangs; trying it with NCCL_P2P_DISABLE=1\n")
-    assert "hangs; with NCCL_P2P_DISABLE=1 it succeeds\n" in done.stdout
-    assert "→ export NCCL_P2P_DISABLE=1, in each shell that trains; look for an IOMMU or PCI ACS" in done.stdout
 
 
 @pytest.mark.rest
