@@ -99,7 +99,7 @@ def read_baseline(path: Path) -> Baseline:
         why = error.strerror
     except ValidationError as error:
         first = min(error.errors(), key=lambda each: each["loc"] != ("format",))
-        why = ": ".join([*map(str, first["loc"]), first["msg"]])
+        why = ": ".join([*map(str, first["loc"]), first["msg"].replace("Input should", "it should")])
     what = f"a baseline is a file of jdp verify; given {brief(str(path))}"
     raise UserError(f"{what}: {why}; write it with jdp verify PROGRAM --save FILE")
 

@@ -151,9 +151,9 @@ def _program(command: list[str]) -> list[str] | None:
     if word == "-m":
         module = "".join(command[1:2])
         top = module.partition(".")[0]
-        there = top.isidentifier() and (PathFinder.find_spec(top, [str(here)]) or importlib.util.find_spec(top))
-        if not there:
-            raise UsageError(f"-m needs a module of {here} or of {sys.executable}; given {module!r}: fix its name")
+        if not top.isidentifier() or not (PathFinder.find_spec(top, [str(here)]) or importlib.util.find_spec(top)):
+            given = f"{module!r}: fix its name, or install it" if module else "none: write -m PACKAGE"
+            raise UsageError(f"-m needs a module of {here} or of {sys.executable}; given {given}")
         return [sys.executable, *command]
     if word.startswith("-") or word.endswith(".toml"):
         return None

@@ -123,9 +123,10 @@ def check_writable(path: Path | None) -> None:
     if path is None:
         return
     folder = path.parent
+    if not folder.is_dir():
+        raise UsageError(f"{path} cannot be written: there is no folder {folder}; make it, or choose another file")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        no_access = "permission denied" if folder.is_dir() else f"there is no folder {folder}"
-        why = "it is a folder" if path.is_dir() else no_access
+        why = "it is a folder" if path.is_dir() else "permission denied"
         raise UsageError(f"{path} cannot be written: {why}; choose another file")
 
 

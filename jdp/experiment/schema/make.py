@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, ModelWrapValidatorHandler, PrivateAttr, ValidationInfo, model_validator
 
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, is_users
 from jdp.base.machine import jax_has_started
 from jdp.base.toml import cut
 from jdp.base.words import nearest
@@ -107,8 +107,6 @@ def _parameters(make: str, arguments: Sequence[str]) -> dict[str, inspect.Parame
 
 def users_traceback(error: BaseException) -> str:
     """Return the last lines of a traceback in the user's code, not in jdp, Python or installed packages."""
-    from jdp.base.errors import is_users  # late: it imports JAX
-
     walked = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_users(frame)]
     frames = traceback.StackSummary.extract(iter(walked[-_MOST_FRAMES:])).format()
     lines = "".join([*frames, *traceback.format_exception_only(error)]).splitlines()

@@ -251,7 +251,7 @@ MISTAKES = {
     "another JSON": (
         "own_step.py:make_step",
         ["--against", "other.json"],
-        "given .*: format: Input should be 1; write",
+        "given .*: format: it should be 1; write",
     ),
     "itself": ("own_step.py:make_step", ["--against", "a.json", "--save", "./a.json"], "--save would replace the"),
 }
