@@ -112,7 +112,7 @@ from jax.sharding import PartitionSpec
 from measure import Row, finish, parser
 
 import jdp
-from jdp.experiment.muon import muon
+from jdp.experiment.optimizer import muon
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.verify import Report, report

@@ -24,8 +24,7 @@ from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
 from jdp.base.user_path import BUILDERS, HubSource, PathError, check_regular, user_path
 from jdp.base.words import nearest
 from jdp.core.sharding.axes import BatchUnit, axis_sizes, batch_unit
-from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys, tables
-from jdp.experiment.problems import problems
+from jdp.experiment.keys import Key, Schemas, config_keys, problems, table_class, table_keys, tables
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.make import Made

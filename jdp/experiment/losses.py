@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jdp.core.types import Batch, Loss, LossFn
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.make import function_of
-from jdp.experiment.schema.train import tops
+from jdp.experiment.schema.tables import tops
 from jdp.models import classification_loss
 from jdp.models.losses import next_token_scores, ranks
 

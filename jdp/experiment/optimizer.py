@@ -6,20 +6,32 @@ the norm of each layer (`by_layer`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from itertools import takewhile
+from math import prod, sqrt
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from optax.contrib import MuonDimensionNumbers
 
+from jdp.base.formatting import listed
+from jdp.base.notices import notice
 from jdp.base.toml import cut
 from jdp.base.tree_paths import path_of
 from jdp.core.update.ema import with_ema
+from jdp.core.update.muon import scale_by_muon
 from jdp.core.update.schedules import warmup
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.muon import VECTORS, muon
 from jdp.experiment.schema.experiment import Experiment
 from jdp.models import GPTConfig, ViTConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+VECTORS = ("bias", "scale")
+"""Last part of the paths of parameters that are vectors, even if stacked layers give them two dimensions."""
 
 
 def learning_rate(experiment: Experiment) -> optax.Schedule:
@@ -127,3 +139,171 @@ def by_layer(rule: optax.GradientTransformation, stacked: bool) -> optax.Gradien
         return jax.tree.map_with_path(leaf, *trees), state
 
     return optax.GradientTransformation(rule.init, update)
+
+
+# Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+_OUTER = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|stem|(.*_)?head|classifier|logits")
+"""A part of the path of an embedding or a head."""
+_HEAD = re.compile(r"(.*_)?head|classifier|logits|.*unembed.*")
+_NUMBERED = re.compile(r"(?:params/)?(\w*?)[/_]?(\d+)(?:/\w+)?")
+"""A linear map in a model that numbers its layers, such as `layers/2/kernel`, `Dense_2/kernel` or `linear2/kernel`."""
+_NORM = re.compile(r"norm|(^|_)ln(_|\d|$)")
+RMS = 0.2
+"""Root mean square of AdamW's updates, as measured in the paper."""
+
+
+def muon(
+    rate: optax.Schedule,
+    adamw: optax.GradientTransformation,
+    decay: optax.GradientTransformation,
+    shapes: Shapes,
+    **settings: Any,
+) -> optax.GradientTransformation:
+    """Return Muon for the hidden matrices and `adamw` for the other parameters.
+
+    The momentum of a matrix [m, n] is orthogonalized and scaled by 0.2 · sqrt(max(m, n)) (Liu et al. 2025,
+    arXiv:2502.16982, section 2.2). Its elements then have the root mean square of AdamW's updates, so one learning rate
+    and one weight decay serve both. Muon is not for "embeddings, classifier heads, and hidden gains/biases" (README of
+    github.com/KellerJordan/Muon). The first layer of an image model embeds its pixels. A convolution is a matrix
+    [outputs, all other dimensions], and so is an attention kernel with a dimension for heads. Layers stacked for a
+    scan, and experts, are many matrices.
+
+    `decay` adds the decayed weights, `settings` are the arguments of `scale_by_muon`, and `shapes` has the shapes of
+    all parameters by path, which identify stacked layers even if norms are frozen.
+    """
+
+    def init(params: Any) -> Any:
+        _report(params, matrix_dimensions(params, shapes))
+        return _partition(params, shapes, rate, adamw, decay, settings).init(params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        like = updates if params is None else params
+        return _partition(like, shapes, rate, adamw, decay, settings).update(updates, state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _partition(
+    params: Any,
+    shapes: Shapes,
+    rate: optax.Schedule,
+    adamw: optax.GradientTransformation,
+    decay: optax.GradientTransformation,
+    settings: Mapping[str, Any],
+) -> optax.GradientTransformation:
+    dims = matrix_dimensions(params, shapes)
+    masked = jax.tree.map(lambda _, dim: optax.MaskedNode() if dim is None else dim, params, dims)
+    step = scale_by_muon(weight_dimension_numbers=masked, **settings)
+    scaled = optax.stateless(lambda updates, _: jax.tree.map(_scaled, updates, masked))
+    hidden = optax.chain(step, scaled, decay, optax.scale_by_learning_rate(rate))
+    labels = jax.tree.map(lambda _, dim: "adamw" if dim is None else "muon", params, dims)
+    return optax.partition({"muon": hidden, "adamw": adamw}, labels)
+
+
+def _scaled(update: jax.Array, dimensions: MuonDimensionNumbers) -> jax.Array:
+    """Scale an orthogonal matrix to AdamW's root mean square."""
+    return RMS * sqrt(max(matrix_sizes(update.shape, dimensions)[1:])) * update
+
+
+def _report(params: Any, dims: Any) -> None:
+    """Report how many matrices Muon updates, and which leaves other than biases and scales AdamW updates."""
+    leaves, treedef = jax.tree.flatten_with_path(params)
+    found = list(zip(leaves, treedef.flatten_up_to(dims), strict=True))
+    hidden = [matrix_sizes(leaf.shape, dim)[0] for (_, leaf), dim in found if dim is not None]
+    others = [path_of(path) for (path, _), dim in found if dim is None]
+    outer = [path for path in others if not is_vector(path)]
+    notice(
+        f"muon: {sum(hidden)} matrices in {len(hidden)} leaves; adamw: {len(others)} leaves"
+        + (f", besides biases and scales {listed(outer, 6)}" if outer else "")
+    )
+
+
+# Hidden matrices.
+
+
+def matrix_dimensions(params: Any, shapes: Shapes | None = None) -> Any:
+    """Return for each parameter the dimensions of its matrices, counted from the last, or None if it has none.
+
+    `shapes` has the shapes of all parameters by path, frozen ones included; None: those of `params`.
+    """
+    known = {path_of(path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(params)} | dict(shapes or {})
+    vectors = {path: vector for path, shape in known.items() if is_vector(path) and (vector := _vector(shape))}
+    last = set() if any(_HEAD.fullmatch(part) for path in known for part in path.split("/")) else _last_numbered(known)
+
+    def dimensions(path: Any, _: Any) -> MuonDimensionNumbers | None:
+        name = path_of(path)
+        return None if is_vector(name) or name in last else _dimensions(name, known[name], vectors)
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)
+
+
+def is_vector(path: str) -> bool:
+    """Return True for biases and norm scales (Equinox: `norm/weight`)."""
+    *modules, name = path.split("/")
+    return name in VECTORS or (bool(modules) and _NORM.search(modules[-1].lower()) is not None)
+
+
+def _vector(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without last dimensions of size 1: the bias of Equinox' convolution is [outputs, 1, 1]."""
+    return shape if shape[-1:] != (1,) else _vector(shape[:-1])
+
+
+def _last_numbered(shapes: Shapes) -> set[str]:
+    """Return the last of each row of numbered linear maps: the head, if no parameter has that name."""
+    found: dict[str, tuple[int, str]] = {}
+    for path, shape in shapes.items():
+        numbered = _NUMBERED.fullmatch(path)
+        if numbered and len(shape) == 2 and not is_vector(path):
+            found[numbered[1]] = max(found.get(numbered[1], (0, path)), (int(numbered[2]), path))
+    return {path for _, path in found.values()}
+
+
+def _dimensions(path: str, shape: tuple[int, ...], vectors: Shapes) -> MuonDimensionNumbers | None:
+    """Return the matrix of a leaf; None for an embedding or a head, or if names and shapes do not identify it."""
+    *modules, name = path.split("/")
+    if len(shape) < 2 or any(map(_OUTER.fullmatch, (*modules, name))):
+        return None
+    stacked = _stacked(modules, shape, vectors)
+    if len(shape) - (stacked or 0) == 2 or name in ("lora_a", "lora_b") or "expert" in path:
+        found = MuonDimensionNumbers(-2, -1)
+    elif stacked is None or len(shape) - stacked < 2 or name not in ("kernel", "weight"):
+        return None
+    else:
+        found = _grouped(modules, name, len(shape) - stacked, stacked, vectors)
+    return found if min(matrix_sizes(shape, found)[1:]) > 1 else None
+
+
+def _grouped(modules: list[str], name: str, count: int, stacked: int, vectors: Shapes) -> MuonDimensionNumbers:
+    """Return the matrix of a kernel with `count` dimensions, three or more, not counting those that stack layers.
+
+    Flax's kernels end with the output dimensions, as many as the bias has; Equinox' kernels begin with them.
+    """
+    if name == "weight":
+        return MuonDimensionNumbers(tuple(range(1 - count, 0)), (-count,))
+    if bias := vectors.get("/".join((*modules, "bias"))):
+        outputs = len(bias) - stacked
+    else:
+        outputs = count - 1 if modules[-1] in ("query", "key", "value") else 1
+    return MuonDimensionNumbers(tuple(range(-count, -outputs)), tuple(range(-outputs, 0)))
+
+
+def _stacked(modules: list[str], shape: tuple[int, ...], vectors: Shapes) -> int | None:
+    """Return how many first dimensions stack layers: those shared with the nearest vectors; None without such vectors.
+
+    Vectors in another part of the model do not count, because only the layers may be stacked.
+    """
+    outermost = 1 if modules[:1] == ["params"] else 0
+    for depth in range(len(modules), outermost, -1):
+        inside = "/".join(modules[:depth]) + "/"
+        near = [vector for path, vector in vectors.items() if path.startswith(inside)]
+        if near:
+            same = (takewhile(lambda pair: pair[0] == pair[1], zip(vector, shape, strict=False)) for vector in near)
+            return min(min(len(vector) - 1, len([*pairs])) for vector, pairs in zip(near, same, strict=True))
+    return None
+
+
+def matrix_sizes(shape: tuple[int, ...], dimensions: MuonDimensionNumbers) -> tuple[int, int, int]:
+    """Return the number of matrices in a leaf, and their rows and columns."""
+    rows, columns = (prod(shape[dim] for dim in np.atleast_1d(dims)) for dims in dimensions)
+    return prod(shape) // (rows * columns), rows, columns

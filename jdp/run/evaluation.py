@@ -23,7 +23,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.losses import eval_loss_of
 from jdp.experiment.schema.fields import ALL
-from jdp.experiment.schema.train import BITS_PER_BYTE, PERPLEXITY
+from jdp.experiment.schema.tables import BITS_PER_BYTE, PERPLEXITY
 from jdp.run.metrics import numbers
 
 Row = dict[str, float]

@@ -23,7 +23,7 @@ from jdp.core.compiling.persistent_cache import kept_in
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.make import folder_of
-from jdp.experiment.schema.train import Train
+from jdp.experiment.schema.tables import Train
 from jdp.guard.time_account import account
 from jdp.launch.events import EVENT_LOGS, read
 from jdp.run.evaluation import Best, Row

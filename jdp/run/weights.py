@@ -38,7 +38,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.model import HF
-from jdp.experiment.schema.train import Train
+from jdp.experiment.schema.tables import Train
 from jdp.models.configs import GPTConfig
 from jdp.run.folder import EXPORT, EXPORTED
 from jdp.run.progress import Progress

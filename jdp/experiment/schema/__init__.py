@@ -1,5 +1,5 @@
 """The keys of an experiment file: strict, frozen models, each field with its line of `jdp train --help-all`.
 
-`experiment.py` is the whole file, `rules.py` has the rules between keys, `fields.py` the kinds of value; the others
-are a table or a few.
+`experiment.py` is the whole file, with the rules between keys; `model.py` and `tables.py` are its tables; `fields.py`
+has the kinds of value, `make.py` the user's functions.
 """

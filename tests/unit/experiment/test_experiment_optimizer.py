@@ -11,7 +11,7 @@ import pytest
 
 from jdp.experiment.file import ExperimentError, from_table
 from jdp.experiment.optimizer import decay_mask, learning_rate, optimizer
-from jdp.experiment.schema.train import RuleName
+from jdp.experiment.schema.tables import RuleName
 
 
 def experiment(*, optimizer, steps=50, batch_size=16, model=None):

@@ -18,8 +18,8 @@ from tiny_runs import refused
 from jdp.cli.main import main
 from jdp.data import global_batches
 from jdp.experiment.assembly import Assembly
+from jdp.experiment.data import made_data
 from jdp.experiment.file import ExperimentError, load, to_toml
-from jdp.experiment.made_data import made_data
 from jdp.experiment.schema.experiment import Experiment
 from jdp.run.evaluation import Evaluation
 from jdp.run.metrics import read

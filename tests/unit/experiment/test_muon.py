@@ -12,8 +12,7 @@ from jdp.base.tree_paths import matches, path_of
 from jdp.core.flax_nnx import split
 from jdp.core.state import trained_part
 from jdp.experiment.file import from_table
-from jdp.experiment.muon import matrix_dimensions
-from jdp.experiment.optimizer import decay_mask, learning_rate, optimizer
+from jdp.experiment.optimizer import decay_mask, learning_rate, matrix_dimensions, optimizer
 from jdp.models import SIZES, GPTConfig
 from jdp.models.construction import build, parameter_shapes
 
