@@ -69,7 +69,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
-    """Validate, choose the platform, join the cluster, check the number of devices, run; return the summary."""
     from jdp.run.outputs import profiled_steps
 
     experiment = load(options.file, overrides)

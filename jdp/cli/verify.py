@@ -77,7 +77,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _verify(options: Options, overrides: dict[str, str]) -> "Report":
-    """Put the experiment on the target's devices, then call `jdp.verify`."""
     experiment = load(options.file, overrides)
     choose_target_platform([options.target], experiment.devices)
 

@@ -223,16 +223,13 @@ class MadeSamples:
 
     name: str  # of the function that made it
     source: Any
-    rows: NDArray[np.int64] | None = None  # [len], the samples on this side; None: all
+    rows: NDArray[np.int64] | range  # [len], the samples on this side
 
     def __len__(self) -> int:
-        return len(self.source) if self.rows is None else len(self.rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int, /) -> NumpyBatch:
-        return self._sample(self.source[self._row(index)])
-
-    def _row(self, index: int) -> int:
-        return index if self.rows is None else int(self.rows[index])
+        return self._sample(self.source[int(self.rows[index])])
 
     def _sample(self, raw: Any) -> NumpyBatch:
         """Return a sample's arrays, and "weights" 1 if it has none. Raises ExperimentError for an invalid sample."""
@@ -267,7 +264,7 @@ class _InEpochs(MadeSamples):
     source: EpochSource
 
     def sample_in_epoch(self, index: int, epoch: int) -> NumpyBatch:
-        return self._sample(self.source.sample_in_epoch(self._row(index), epoch))
+        return self._sample(self.source.sample_in_epoch(int(self.rows[index]), epoch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,7 +338,8 @@ def made_data(table: Data) -> MadeData:
 
 def _samples(name: str, source: Any, rows: NDArray[np.int64] | None = None) -> MadeSamples:
     ordered, in_epochs = hasattr(source, "sample_at"), hasattr(source, "sample_in_epoch")
-    return (_Ordered if ordered else _InEpochs if in_epochs else MadeSamples)(name, source, rows)
+    made = _Ordered if ordered else _InEpochs if in_epochs else MadeSamples
+    return made(name, source, range(len(source)) if rows is None else rows)
 
 
 def _scores(samples: MadeSamples, most: int) -> list[float]:

@@ -67,7 +67,7 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
     except PathError as error:
         raise ExperimentError(f"the experiment file: {error}") from None
     by_name = shipped_file(file)
-    table = beside_clone(_read(by_name)) if by_name else _read(file)
+    table = parse(copied(file.name)) if by_name else _read(file)
     _anchor_paths(table, Path.cwd() if by_name else file.parent)
     texts = {tuple(key.split(".")): text for key, text in (overrides or {}).items()}
     for key, text in texts.items():
@@ -334,24 +334,13 @@ def shipped_file(path: Path) -> Path | None:
     return None if os.path.lexists(path) else shipped().get(str(path))
 
 
-_UP = re.compile(rf"^(hf:(?:(?:{'|'.join(BUILDERS)}):)?)?\.\./")
-
-
-def beside_clone(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a shipped experiment's table with "runs/a" for "../runs/a", to start at the working directory."""
-    beside = dict(table)
-    for key, value in table.items():
-        if isinstance(value, dict):
-            beside[key] = beside_clone(cast("dict[str, Any]", value))
-        elif isinstance(value, str):
-            beside[key] = _UP.sub(r"\1", value)
-    return beside
-
-
-def copied(start: str, name: str) -> str:
-    """Return the text of a shipped experiment under another name, with paths that start at the working directory."""
-    text = shipped()[start].read_text(encoding="utf-8").replace(f"experiments/{start}.toml", f"{name}.toml")
-    text = re.sub(r'(?<=")[^"\n]*(?=")', lambda quoted: _UP.sub(r"\1", quoted[0]), text)
+def copied(start: str, name: str | None = None) -> str:
+    """Return the text of a shipped experiment, with paths that start at the working directory, perhaps renamed."""
+    text = shipped()[start].read_text(encoding="utf-8")
+    text = re.sub(rf'"(hf:(?:(?:{"|".join(BUILDERS)}):)?)?\.\./', r'"\1', text)  # "../runs/a" becomes "runs/a"
+    if name is None:
+        return text
+    text = text.replace(f"experiments/{start}.toml", f"{name}.toml")
     return re.sub(r'^name = ".*"$', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
 
 

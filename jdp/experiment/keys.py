@@ -59,9 +59,8 @@ class Schemas:
 def tables(root: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
     """Yield the tables below `root` with their paths, in file order; [eval.NAME] is ("eval", "NAME")."""
     for name, field in root.model_fields.items():
-        inner, named = table_class(field), named_table(field)
-        if below := inner or named:
-            where = (*path, name) if inner else (*path, name, "NAME")
+        if below := table_class(field):
+            where = (*path, name, "NAME") if typing.get_origin(field.annotation) is dict else (*path, name)
             yield where, below
             yield from tables(below, where)
 
@@ -86,7 +85,7 @@ def table_keys(schema: type[BaseModel]) -> list[Key]:
             " ".join(f"{field.description or ''}{_readers(field.metadata)}".split()),
         )
         for name, field in schema.model_fields.items()
-        if not table_class(field) and not named_table(field)
+        if not table_class(field)
     ]
 
 
@@ -131,20 +130,11 @@ def _readers(rules: Iterable[Any]) -> str:
 
 
 def table_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the schema of a field that is a table, required or optional; else None."""
-    if typing.get_origin(field.annotation) is dict:
-        return None
+    """Return the schema of a field that is a table, or has tables by name, such as [eval.NAME]; else None."""
     for kind in (field.annotation, *typing.get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
-
-
-def named_table(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the schema of the tables in a field that is a table of tables, such as [eval.NAME]; else None."""
-    arguments = typing.get_args(field.annotation)
-    inner = arguments[1] if typing.get_origin(field.annotation) is dict else None
-    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 
 
 def _type_text(annotation: Any) -> str:

@@ -52,9 +52,7 @@ def learning_rate(experiment: Experiment) -> optax.Schedule:
     return warmup(after, settings.warmup_steps)
 
 
-def optimizer(
-    experiment: Experiment, shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> optax.GradientTransformation:
+def optimizer(experiment: Experiment, shapes: Shapes | None = None) -> optax.GradientTransformation:
     """Return the optimizer of [optimizer]; its state counts steps for the learning rate.
 
     The train step clips, because it knows the norm over all devices. With `ema_decay` the state also has an average of
@@ -64,7 +62,7 @@ def optimizer(
     return rule if decay is None else with_ema(rule, decay)
 
 
-def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> optax.GradientTransformation:
+def _rule(experiment: Experiment, shapes: Shapes) -> optax.GradientTransformation:
     """Return the update rule. Raises ExperimentError if optimizer.make does not return a rule.
 
     Weight decay excludes biases and norm scales by name, not by number of dimensions, because the scales of stacked

@@ -129,23 +129,15 @@ def described(hosts: Mapping[int, str]) -> str:
 
 SHOWN = ("jdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _PLUGIN = re.compile(r"jax-(cuda|rocm)\d+-(plugin|pjrt)")
-_DRIVER = Path("/proc/driver/nvidia/version")
-_OLDEST_DRIVER = {"13": 580, "12": 525}
-"""CUDA's major version -> its oldest driver (NVIDIA, "CUDA Compatibility", minor versions)."""
-
-
-def versions() -> dict[str, str]:
-    """Return the version of Python and of each package that determines a step; "" if not installed."""
-    found = {"python": platform.python_version()} | {name: _version(name) for name in SHOWN}
-    installed = {each.name for each in importlib.metadata.distributions()}  # parses a file per name
-    return found | {name: _version(name) for name in sorted(filter(None, installed)) if _PLUGIN.fullmatch(name)}
 
 
 def examine_versions() -> list[Finding]:
-    """Check the bounds that jdp and jax declare, the plugins' versions, and the driver's."""
-    found = versions()
+    """Check the bounds that jdp and jax declare, and the plugins' versions."""
+    found = {"python": platform.python_version()} | {name: _version(name) for name in SHOWN}
+    installed = {each.name for each in importlib.metadata.distributions()}  # parses a file per name
+    found |= {name: _version(name) for name in sorted(filter(None, installed)) if _PLUGIN.fullmatch(name)}
     shown = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    wrong = [*_unmet("jdp"), *_unmet("jax", only="jaxlib"), *_mismatched(found), *_old_driver(found)]
+    wrong = [*_unmet("jdp"), *_unmet("jax", only="jaxlib"), *_mismatched(found)]
     return wrong or [Finding("versions", "ok", shown)]
 
 
@@ -183,18 +175,6 @@ def _mismatched(found: dict[str, str]) -> list[Finding]:
         for name, version in found.items()
         if _PLUGIN.fullmatch(name) and version != found["jaxlib"]
     ]
-
-
-def _old_driver(found: dict[str, str]) -> list[Finding]:
-    """Return a finding if NVIDIA's driver is too old for the CUDA of JAX's plugin."""
-    cuda = next((match[1] for name in found if (match := re.fullmatch(r"jax-cuda(\d+)-plugin", name))), None)
-    record = _DRIVER.read_text(encoding="utf-8", errors="replace") if _DRIVER.is_file() else ""
-    driver = next(iter(re.findall(r"\s(\d{3}\.[\d.]+)\s", record)), None)  # such as "580.65.06"
-    if cuda not in _OLDEST_DRIVER or driver is None or int(driver.partition(".")[0]) >= _OLDEST_DRIVER[cuda]:
-        return []
-    text = f"the NVIDIA driver is {driver}; CUDA {cuda} needs {_OLDEST_DRIVER[cuda]} or newer"
-    other = ", or pip install 'jax[cuda12]' without cuda13" if cuda == "13" else ""
-    return [Finding("versions", "wrong", text, f"install a newer driver{other}")]
 
 
 def _version(package: str) -> str:
@@ -302,27 +282,8 @@ def _library(platform: str) -> str:
     wire = f"RDMA by {listed(names)}" if names else "TCP; there is no RDMA device"
     if platform == "cpu":
         return "Gloo, over TCP" if jax.process_count() > 1 else "XLA's own, within this process"
-    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        try:
-            return f"NCCL {importlib.metadata.version(package)}, between hosts by {wire}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return f"the platform's own, between hosts by {wire}"
-
-
-@dataclass(frozen=True)
-class Timed:
-    """All-reduces of one size."""
-
-    payload: int  # bytes per device
-    seconds: float  # mean time of one all-reduce
-    right: bool  # True if each sum was right
-    devices: int  # number of devices
-
-    @property
-    def bus_bandwidth(self) -> float:
-        """Bytes a second on the links of a ring: 2 (N − 1) / N × payload / seconds ("bus bandwidth" of nccl-tests)."""
-        return 2 * (self.devices - 1) / self.devices * self.payload / self.seconds
+    nccl = _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
+    return f"NCCL {nccl}, between hosts by {wire}" if nccl else f"the platform's own, between hosts by {wire}"
 
 
 def examine_all_reduce() -> list[Finding]:
@@ -332,27 +293,29 @@ def examine_all_reduce() -> list[Finding]:
         return [Finding("all-reduce", "ok", "one device: nothing is sent")]
     payloads = PAYLOADS.get(devices[0].platform, PAYLOADS[""])
     try:
-        timed = [time_all_reduce(payload, SECONDS / len(payloads)) for payload in payloads]
+        timed = {payload: time_all_reduce(payload, SECONDS / len(payloads)) for payload in payloads}
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError is Gloo's, for example about a lost peer
         first = (str(error) or type(error).__name__).splitlines()[0]
         mend = "fix the other findings first; if there are none, NCCL_DEBUG=INFO jdp doctor prints more on GPUs"
         return [Finding("all-reduce", "wrong", first, mend)]
-    if wrong := [each for each in timed if not each.right]:
-        found = f"the sum of {format_bytes(wrong[0].payload)} from each of {len(devices)} devices is wrong"
+    if wrong := [payload for payload, (_, right) in timed.items() if not right]:
+        found = f"the sum of {format_bytes(wrong[0])} from each of {len(devices)} devices is wrong"
         mend = "do not train on them: run without each host in turn, to find the faulty host"
         return [Finding("all-reduce", "wrong", found, mend)]
+    sent = 2 * (len(devices) - 1) / len(devices)  # on each link of a ring, in payloads ("bus bandwidth" of nccl-tests)
+    rates = {payload: sent * payload / seconds for payload, (seconds, _) in timed.items()}
     shown = "; ".join(
-        f"{format_bytes(each.payload)} in {format_seconds(each.seconds)}, {format_rate(each.bus_bandwidth)}B/s"
-        for each in timed
+        f"{format_bytes(payload)} in {format_seconds(timed[payload][0])}, {format_rate(rate)}B/s"
+        for payload, rate in rates.items()
     )
-    slow = devices[0].platform != "cpu" and timed[-1].bus_bandwidth < _SLOW
+    slow = devices[0].platform != "cpu" and rates[payloads[-1]] < _SLOW
     mend = "NCCL_DEBUG=INFO shows the transport (NET/IB, P2P/NVLS, NET/Socket); NCCL_SOCKET_IFNAME sets the interface"
     found = f"{len(devices)} devices, right; {shown} of bus bandwidth"
     return [Finding.judged("all-reduce", found, mend, note=slow)]
 
 
-def time_all_reduce(payload: int, seconds: float) -> Timed:
-    """Sum an array over all devices repeatedly, and return the time of one sum."""
+def time_all_reduce(payload: int, seconds: float) -> tuple[float, bool]:
+    """Sum an array over all devices repeatedly; return the time of one sum, and whether it is right."""
     devices = jax.devices()
     mesh = Mesh(np.array(devices), ("all",))
     rows, everywhere = PartitionSpec("all"), PartitionSpec()
@@ -372,4 +335,4 @@ def time_all_reduce(payload: int, seconds: float) -> Timed:
     spent, total = timed(from_first_process("how many all-reduces are timed", count))
     expected = len(devices) * (len(devices) + 1) / 2
     right = all(bool(np.all(np.asarray(shard.data) == expected)) for shard in total.addressable_shards)
-    return Timed(payload, spent, right, len(devices))
+    return spent, right

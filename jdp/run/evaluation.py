@@ -53,8 +53,8 @@ class Evaluation:
             row |= {f"{name}_{metric}": value for metric, value in means.items()}
         if missing := [metric for metric in experiment.eval_metrics if metric not in row]:
             raise ExperimentError(
-                f"{experiment.loss.chosen} must give the metrics of loss.metrics; given {', '.join(row)}, without "
-                f"{missing[0]}: add it to jdp.Loss, or take it from the list"
+                f"loss.make = {experiment.loss.make!r} must give the metrics of loss.metrics; given {', '.join(row)}, "
+                f"without {missing[0]}: add it to jdp.Loss, or take it from the list"
             )
         return row
 

@@ -325,8 +325,3 @@ class LossTable(Made):
     metrics: Annotated[tuple[str, ...], OnlyFor("loss.make", lambda x: x.loss.make)] = ()
     """Names in jdp.Loss.metrics for early stopping and the best checkpoint. Larger is better for names that end in
     "accuracy", smaller for all others."""
-
-    @property
-    def chosen(self) -> str:
-        """The key that chooses the loss, and its value, for messages."""
-        return f"loss.make = {self.make!r}"
