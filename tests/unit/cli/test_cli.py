@@ -15,14 +15,13 @@ from importlib import metadata
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 from tiny_experiment import SMALL, points_text, write_points
+from tiny_runs import refused
 
 import jdp
 from jdp.base import machine
 from jdp.cli import main as cli
-from jdp.cli.main import main
 from jdp.cli.options import USUAL_KEYS, UsageError, split_overrides, write_file
 from jdp.core.cluster.initialize import is_lost_peer
 from jdp.core.cluster.schedulers import find_cluster
@@ -56,6 +55,8 @@ def test_help_names_every_command(capsys):
     for name, line in cli.COMMANDS.items():
         assert f"\n  {name} " in text
         assert line == importlib.import_module(f"jdp.cli.{name}").Options.__doc__.splitlines()[0]
+    assert cli.main([]) == 2
+    assert tuple(capsys.readouterr()) == ("", text)
 
 
 def test_letters_outside_the_outputs_encoding_are_escaped(monkeypatch):
@@ -63,12 +64,6 @@ def test_letters_outside_the_outputs_encoding_are_escaped(monkeypatch):
     assert cli.main(["--help"]) == 0
     stream.seek(0)
     assert stream.readline() == "usage: jdp COMMAND \\u2026\n"
-
-
-def test_no_command_shows_help_on_stderr(capsys):
-    assert cli.main([]) == 2
-    shown = capsys.readouterr()
-    assert "usage: jdp COMMAND" in shown.err and not shown.out
 
 
 def test_the_help_of_train_lists_the_usual_keys(capsys):
@@ -126,13 +121,8 @@ MISTAKES = {
     "a flag for a value": (["train", "FILE", "--train.steps", "--json"], "--train.steps needs a value"),
     "mesh": (["train", "FILE", "--mesh.data", "3"], "data=3, but there are 8 devices"),
     "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
-    "target of brackets": (["verify", "FILE", "--target", "NESTED:1x8"], "is nested too deeply"),
     "nothing to launch": (["launch", "-n", "2", "x.toml"], "an experiment or a program comes after --; given no --"),
     "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more; given 0"),
-    "launch on none": (
-        ["launch", "-n", "1", "--devices-per-process", "0", "--", "x.py"],
-        "--devices-per-process must be 1 or more; given 0",
-    ),
     "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
     "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "from 1 to train.steps"),
     "no place": (["launch", "-n", "2", "--nodes", "2", "--", "x.py"], "given --nodes 2 without --node-rank and --c"),
@@ -140,23 +130,14 @@ MISTAKES = {
         ["launch", "-n", "2", *TWO_NODES, "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
         "data=3, but there are 8 devices",
     ),
-    "run dir of a program": (
-        ["launch", "-n", "2", "--run-dir", "x", "--", "-m", "json"],
-        "--run-dir is for experiments",
-    ),
+    "run dir of a program": (["launch", "-n2", "--run-dir", "x", "--", "-m", "json"], "--run-dir is for experiments"),
 }
 
 
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_error_and_exit_2(file, arguments, expected, capfd):
-    nested = Path(file).parent / "nested.toml"
-    nested.write_text("x = " + "[" * 500)
-    names = {"FILE": file, "NESTED:1x8": f"{nested}:1x8"}
-    assert cli.main([names.get(word, word) for word in arguments]) == 2
-    shown = capfd.readouterr()
-    assert shown.err.startswith("error: ") and shown.err.count("error:") == 1
-    assert expected in shown.err and "Traceback" not in shown.err and shown.err.count("\n") == 1
-    assert not shown.out
+    error = refused(capfd, *[file if word == "FILE" else word for word in arguments])
+    assert error.startswith("error: ") and expected in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [["train"], ["train", "a", "b"], ["launch", "-n", "x", "--", "a.py"]])
@@ -203,19 +184,13 @@ def raising(error):
     return run
 
 
-def numpy_mistake(*_, **__):
-    np.zeros(3).reshape(2, 2)
-
-
 def python_mistake_inside_jdp(*_, **__):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMPI_COMM_WORLD_SIZE", "three")
         find_cluster()
 
 
-@pytest.mark.parametrize(
-    "run", [raising(KeyError("x")), raising(ValueError("outside jdp")), numpy_mistake, python_mistake_inside_jdp]
-)
+@pytest.mark.parametrize("run", [raising(ValueError("outside jdp")), python_mistake_inside_jdp])
 def test_a_fault_of_the_program_keeps_its_traceback(file, tmp_path, loop, capsys, run):
     loop(run)
     assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == 70
@@ -246,27 +221,31 @@ def test_overrides_are_parted_from_a_commands_own_arguments():
     assert overrides == {"a.b": "-1", "a.c": "x=y", "seed": "3", "a.e": ""}
 
 
+CUDA = "jax_cuda13_plugin"
+
+
 @pytest.mark.parametrize(
-    ("nvidia", "installed", "environment", "chosen"),
+    ("installed", "environment", "chosen"),
     [
-        (False, {"jax_cuda13_plugin"}, {}, {"jax_platforms": "cpu"}),
-        (True, {"jax_cuda13_plugin"}, {}, {}),
-        (False, set[str](), {}, {}),
-        (False, {"jax_cuda13_plugin", "libtpu"}, {}, {}),
-        (False, {"jax_cuda13_plugin"}, {"TPU_LIBRARY_PATH": "/libtpu.so"}, {}),
-        (False, {"jax_cuda13_plugin"}, {"JAX_PLATFORMS": "tpu"}, {}),
+        ([CUDA], {}, [("jax_platforms", "cpu")]),
+        ([], {}, []),
+        ([CUDA, "libtpu"], {}, []),
+        ([CUDA], {"TPU_LIBRARY_PATH": "/libtpu.so"}, []),
+        ([CUDA], {"JAX_PLATFORMS": "tpu"}, []),
     ],
 )
-def test_a_cuda_plugin_needs_a_gpu(monkeypatch, nvidia, installed, environment, chosen):
-    monkeypatch.setattr(machine, "has_nvidia", lambda: nvidia)
+def test_a_cuda_plugin_needs_a_gpu(monkeypatch, installed, environment, chosen):
+    """Without a GPU, CPUs are chosen, unless there are TPUs, or the user chose; with one, nothing is."""
     monkeypatch.setattr(machine, "find_spec", lambda name: True if name in installed else None)
     for name in ("JAX_PLATFORMS", "TPU_LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    updates: dict[str, str] = {}
-    monkeypatch.setattr(jax.config, "update", lambda name, value: updates.update({name: value}))
-    machine.choose_platform(None)
+    updates = list[tuple[str, str]]()
+    monkeypatch.setattr(jax.config, "update", lambda *setting: updates.append(setting))
+    for has_nvidia in (True, False):
+        monkeypatch.setattr(machine, "has_nvidia", lambda found=has_nvidia: found)
+        machine.choose_platform(None)
     assert updates == chosen
 
 
@@ -301,11 +280,8 @@ ADDRESSED = {
     "runs": ["train", "FILE", "--run-dir", "s3://bucket/runs"],
     "data": ["train", "FILE", "--data.source", "gs://bucket/points.npz"],
     "an experiment": ["train", "s3://bucket/points.toml"],
-    "a plan's page": ["plan", "FILE", "--target", "cpu:2", "--html", "gs://bucket/plan.html"],
     "a target": ["plan", "FILE", "--target", "s3://bucket/mine.toml:1x8"],
-    "a report": ["report", "runs/points", "-o", "s3://bucket/report.html"],
-    "logs": ["launch", "-n", "2", "--log-dir", "s3://bucket/logs", "--", "FILE"],
-    "a doctor's folder": ["doctor", "--run-dir", "s3://bucket/runs"],
+    "a run": ["doctor", "s3://bucket/runs/points"],
 }
 
 
@@ -320,27 +296,16 @@ def points(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", ADDRESSED)
 def test_a_command_refuses_it(points, capsys, what):
-    arguments = [str(points) if word == "FILE" else word for word in ADDRESSED[what]]
-    try:
-        code = main(arguments)
-    except SystemExit as exiting:
-        code = exiting.code
-    error = " ".join(capsys.readouterr().err.split())
-    assert code == 2 and "Traceback" not in error and ("s3:" in error or "gs:" in error), (code, error)
+    error = refused(capsys, *[points if word == "FILE" else word for word in ADDRESSED[what]])
+    assert "s3:" in error or "gs:" in error
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-@pytest.mark.parametrize("address", ["gs://bucket/x", "s3://bucket/x"])
-def test_a_function_for_disks_refuses_it(points, address, kind):
+@pytest.mark.parametrize("address", ["gs://bucket/x", Path("s3://bucket/x")])
+def test_a_function_for_disks_refuses_it(points, address, monkeypatch):
+    monkeypatch.setenv("JDP_CACHE_DIR", "s3://bucket/cache")
     for use in (jdp.save, jdp.restore, export_safetensors, import_safetensors):
         with pytest.raises(ValueError, match=WORDS):
-            use(kind(address), {"w": jax.numpy.ones(2)})
-    for use in (jdp.Checkpoints, gpt_config_from_hf, jdp.keep_programs):
+            use(address, {"w": jax.numpy.ones(2)})
+    for use in (jdp.Checkpoints, gpt_config_from_hf, jdp.keep_programs, lambda _: jdp.keep_programs()):
         with pytest.raises(ValueError, match=WORDS):
-            use(kind(address))
-
-
-def test_the_cache_is_on_a_disk(points, monkeypatch):
-    monkeypatch.setenv("JDP_CACHE_DIR", "s3://bucket/cache")
-    with pytest.raises(ValueError, match=WORDS):
-        jdp.keep_programs()
+            use(address)

@@ -62,6 +62,7 @@ def test_the_help_names_what_is_shipped(capsys):
     assert cli.main(["new", "--help"]) == 0
     shown = capsys.readouterr().out
     assert [name for name in shipped() if name not in shown] == []
+    assert shipped() == {file.stem: file for file in EXPERIMENTS.glob("*.toml")}
 
 
 MISTAKES = {
@@ -86,10 +87,6 @@ def refusal(name):
     return str(caught.value)
 
 
-def test_the_files_of_the_clone_are_shipped():
-    assert shipped() == {file.stem: file for file in EXPERIMENTS.glob("*.toml")}
-
-
 @pytest.mark.parametrize("name", sorted({file.stem for file in EXPERIMENTS.glob("*.toml")} - NEED_A_FOLDER))
 def test_a_name_is_the_experiment(name, monkeypatch):
     """In the clone's folder the paths are the same too; `..` in them is written out."""
@@ -105,21 +102,15 @@ def test_its_paths_start_at_the_working_directory(here):
         assert f"{here / 'llama'} is not on this machine. Download the model first" in refusal(name)
 
 
-def test_a_path_of_that_name_goes_first(here):
-    (here / "quickstart").mkdir()
-    assert refusal("quickstart").startswith("quickstart is a folder, not an experiment file")
-
-
-def test_an_unknown_name_lists_the_shipped_experiments():
+def test_an_unknown_name_lists_the_shipped_experiments(here):
     listed = f"jdp ships {', '.join(shipped())}"
     assert refusal("nothing") == f"nothing: there is no such file; {listed}: write one of these names, or a TOML file's"
     assert refusal("gpt2-124m") == f"gpt2-124m: there is no such file; did you mean gpt2_124m? {listed}"
     assert refusal("experiments/hsdp.toml").endswith("there is no such file; jdp ships one: write hsdp")
-
-
-def test_a_file_without_its_ending_is_suggested(here):
     (here / "digits.toml").touch()
     assert "there is no such file; did you mean digits.toml? jdp ships" in refusal("digits")
+    (here / "quickstart").mkdir()  # a path of that name goes first
+    assert refusal("quickstart").startswith("quickstart is a folder, not an experiment file")
 
 
 def test_launch_takes_a_name_except_a_commands(here, monkeypatch):

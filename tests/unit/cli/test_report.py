@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -100,8 +99,7 @@ DAMAGED = {
     "a line that is no row": (damage_metrics, "must have a row of metrics in each line"),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "There is no metrics.jsonl: no step was logged."),
     "empty metrics": (lambda run: (run / "metrics.jsonl").write_text(""), "No step was logged."),
-    "no history": (lambda run: (run / EVENT_LOGS).unlink(), f"There is no {EVENT_LOGS}"),
-    "history of anything": (lambda run: (run / EVENT_LOGS).write_text("[]\n{}\nx\n\x00\n"), "There is no"),
+    "no history": (lambda run: (run / EVENT_LOGS).write_text("[]\n{}\nx\n\x00\n"), f"There is no {EVENT_LOGS}"),
     "no TOML": (lambda run: (run / "experiment.toml").write_bytes(b"\xff[["), "is not valid TOML"),
 }
 
@@ -114,14 +112,10 @@ def test_the_page_of_a_damaged_run(runs, damage, expected, capsys):
     assert expected in text and "What happened" in text
 
 
-@pytest.mark.parametrize("experiment", ['name = "x"\nnew_key = 1\n', '[model]\nname = "hf:/nowhere"\n'])
-def test_a_failed_compilation_is_explained_on_the_page(runs, experiment):
-    (runs / "points" / "experiment.toml").write_text(experiment)
+def test_a_step_that_cannot_be_compiled_is_explained_on_the_page(runs):
+    (runs / "points" / "experiment.toml").write_text('name = "x"\nnew_key = 1\n')
     assert main(["report", "points"]) == 0
     assert "The step was not compiled: runs/points/experiment.toml" in text_of(runs / "points" / "report.html")
-
-
-def test_unknown_devices_are_explained_on_the_page(runs):
     history = runs / "points" / EVENT_LOGS
     history.write_text(history.read_text().replace('"device": "cpu"', '"device": "y"').replace('"cpu"', '"x"'))
     assert main(["report", "points"]) == 0
@@ -139,14 +133,6 @@ def test_the_target_is_the_last_visits_devices(runs):
     assert target_of_run(dataclasses.replace(recorded, history=[])) is None
     of_file = dataclasses.replace(recorded, history=[], settings={"devices": "4"})
     assert target_of_run(of_file) == "cpu:4", "virtual devices that the experiment names"
-
-
-def test_the_page_may_be_written_elsewhere(runs, tmp_path):
-    if os.geteuid() == 0:
-        pytest.skip("root may write anywhere")
-    (runs / "points").chmod(0o500)
-    assert main(["report", "points", "--no-compile"]) == 2
-    assert main(["report", "points", "--no-compile", "-o", "p.html"]) == 0
 
 
 MISTAKES = {

@@ -79,7 +79,6 @@ WRONG_FILES = [
     (in_data("source = 3"), 'data.source must be "stdlib", a path or glob'),
     (SMALL.replace("= 32", "= 1000"), "data.length = 1000 must be at most model.context = 256"),
     (SMALL + "[optimizer]\nwarmup_steps = 51", "warmup_steps = 51 must be at most train.steps = 50"),
-    (SMALL + '[optimizer]\nname = "adam"\nweight_decay = 0.1', "lars, muon, not adam; given 0.1: remove it"),
     (SMALL + '[rules]\n"*" = "model"', "an array with a mesh axis for each dimension"),
     (SMALL + 'keep_best = "eval_x_loss"\n[eval.y]\nsource = "a"', "'eval_x_loss' must be a metric of evaluations, "),
     (SMALL + "stop_after = 3", "train.stop_after = 3 counts evaluations during training: set train.eval_every"),
@@ -88,7 +87,6 @@ WRONG_FILES = [
     (in_data('source = "a"\nmixture = {a = {source = "b"}}'), "data.source and [data.mixture.NAME] exclude each other"),
     (pictures("resnet-18", 'source = "stdlib"'), "'stdlib', and a ResNet or ViT learns images: write source"),
     (SMALL.replace("length = 32", 'source = "digits"'), "given 'digits', and a GPT learns text: write"),
-    (pictures("mlp", 'source = "stdlib"'), "data.source must fit model.name = 'mlp'; given 'stdlib', and an MLP"),
     (SMALL + '[eval.a]\nsource = "digits"', "eval.a.source must fit model.name = 'gpt-nano'; given 'digits', and a "),
     (
         SMALL + 'eval_metrics = "bits_per_byte"\n[eval.a]\nsource = "a.npz"',
@@ -98,7 +96,6 @@ WRONG_FILES = [
     (SMALL + 'eval_metrics = ["top0_accuracy"]', "train.eval_metrics must be an array of"),
     (SMALL + 'eval_metrics = ["accuracy", "accuracy"]', "must name each metric once"),
     (SMALL + '[sample]\nprompt = ["a", ""]', "sample.prompt must be text of one character at least"),
-    (SMALL + '[sample]\nprompt = ["a", 3]', "sample.prompt must be text of one character at least"),
     (in_data('ids = "a"') + "[sample]\nlength = 3", "[sample] is for a GPT and text with a known data.tokenizer"),
     (SMALL + 'eval_metrics = "top257_accuracy"', '"top257_accuracy", but the model has 256 outputs: lower the number'),
     (SMALL + '[rules]\n"*" = ["model"]', """rules."*" must name axes of [mesh] other than replica: data; given 'm"""),
@@ -310,14 +307,7 @@ def test_check_for_devices_fills_in_the_mesh():
 @pytest.mark.parametrize(
     ("tables", "devices", "expected"),
     [
-        (
-            {"mesh": {"data": 4, "model": 2}},
-            6,
-            "= 8, but there are 6 devices. Take data=3, or change an axis, or run on",
-        ),
-        ({"mesh": {"data": 4, "model": 4}}, 6, "data=4 × model=4 = 16, but there are 6 devices. Change an axis"),
-        ({"mesh": {"model": 3}}, 8, "data=-1 × model=3 (the others make 3), but there are 8 devices"),
-        ({"train": {"batch_size": 15}}, 8, "given 15: the nearest that fit: 8 or 16"),
+        ({"mesh": {"data": 4, "model": 2}}, 6, "[mesh]: The mesh must multiply to the number of devices: data=4 × mo"),
         ({"train": {"batch_size": 3, "accumulate": 2}}, 4, "given 3: the nearest that fit: 8"),
     ],
 )
@@ -333,13 +323,10 @@ def test_strategies_of_the_file_are_the_codes():
 
 def test_describe_lists_every_key():
     keys = {key.name: key for _, group in describe() for key in group}
-    for name in ("name", "seed", "strategy", "partitioning", "precision", "devices", "mesh.AXIS", "sample.prompt"):
-        assert name in keys
-    for table in ("data", "optimizer", "train", "sample"):
-        kind = typing.cast("type[BaseModel]", type(getattr(experiment(sample={}), table)))
-        assert {f"{table}.{field}" for field in kind.model_fields} - {"data.mixture"} <= set(keys)
-    named = {"eval.NAME.source", "eval.NAME.field", "data.mixture.NAME.weight", "rules.PATTERN", "model.learns"}
-    assert named <= keys.keys()
+    for table in ("data", "loss", "optimizer", "train", "guard", "sample"):
+        fields = type(getattr(experiment(sample={}), table)).model_fields
+        assert {f"{table}.{field}" for field in fields} - {"data.mixture"} <= keys.keys()
+    assert {"name", "mesh.AXIS", "rules.PATTERN", "eval.NAME.field", "data.mixture.NAME.weight"} <= keys.keys()
     for size in SIZES.values():
         assert {f"model.{field.name}" for field in dataclasses.fields(size)} <= set(keys)
     assert all(key.description and key.type and key.default for key in keys.values())

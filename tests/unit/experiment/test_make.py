@@ -102,7 +102,6 @@ MISTAKES = {
     "another package": (["--loss.make=json:dumps"], "'json:dumps' is code, which an experiment file alone does not"),
     "too few arguments": (["--loss.make=rings:Points"], "must take model, batch, rng first; it takes rings, points"),
     "no data": (["--data.make=none", "--data.noise=none"], "data.noise is not a key of [data]"),
-    "another metric": (["--train.keep_best=eval_acuracy"], "did you mean eval_accuracy?"),
     "another set": (["--eval.x.source=stdlib"], "[eval] is for data that jdp reads, not data.make: remove it"),
     "text": (["--sample.length=3"], "[sample] is for a GPT and text"),
     "a kind without its sizes": (["--model.learns=text"], "learns text and lacks the keywords vocab_size, context"),
@@ -124,7 +123,6 @@ def test_what_a_function_needs_is_named(tmp_path):
 NAMES = {
     "no flag": ([], "is code, which an experiment file alone does not run. Add --plugin rings if you trust it"),
     "no identifier": (["--plugin=ring-s"], "by which Python imports a package, such as my_package"),
-    "another": (["--plugin=json"], "Add --plugin rings if you trust it"),
 }
 
 
@@ -251,17 +249,12 @@ def test_two_sides_keep_their_samples_and_order():
 
 
 def test_samples_may_be_drawn_anew_in_every_epoch():
-    class Drawn:
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            return self.sample_in_epoch(index, 0)
-
+    class Drawn(list):
         def sample_in_epoch(self, index, epoch):
-            return {"x": np.array([index, epoch], float)}
+            return {"x": np.array([self[index]["x"][0], epoch])}
 
-    data = data_of((Drawn(), Drawn()))
+    side = Drawn({"x": np.array([index, 0.0])} for index in range(4))
+    data = data_of((side, side))
     assert str(data) == "rings:own: 8 samples of x float32[2], weights float32; train 4, held out 4 (as given)"
     second = [batch["x"] for batch in global_batches(data.train, batch_size=4, seed=0, epochs=2)][1]
     assert sorted(second.tolist()) == [[index, 1] for index in range(4)]
