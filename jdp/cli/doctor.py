@@ -190,7 +190,6 @@ class _Examination:
 
 
 def _verified(folder: Path) -> "list[Finding]":
-    """Check each checkpoint of a run against its checksums, and the room for the next."""
     from jdp.checkpoint import check
     from jdp.launch.doctor import Finding, examine_room
 

@@ -55,7 +55,6 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
 
 
 def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:
-    """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys."""
     remaining, overrides = split_overrides(arguments, flags_of(options))
     return parse(options, name, remaining), overrides
 
@@ -119,7 +118,6 @@ def words(text: str, flag: str) -> list[str]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Check before the work that a file can be written."""
     if path is None:
         return
     folder = path.parent
@@ -211,7 +209,6 @@ def _usual_keys(command: str) -> list[str]:
 
 
 def _every_key() -> list[str]:
-    """Return all keys by table, each with its type, default and description."""
     from jdp.experiment.file import describe
 
     lines = list[str]()

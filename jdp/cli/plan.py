@@ -140,7 +140,6 @@ def _counts(options: Options) -> list[int]:
 
 
 def _show(reports: "Sequence[PlanReport]", name: str, described: str, stem: str) -> None:
-    """Print one plan in full, or several as a table with a row each."""
     from jdp.cli.terminal import show_plan, show_table
 
     if len(reports) == 1:
@@ -161,7 +160,6 @@ def _show(reports: "Sequence[PlanReport]", name: str, described: str, stem: str)
 
 
 def _target_row(report: "PlanReport") -> tuple[str, ...]:
-    """Return the cells of one of several targets: the choice there."""
     shown = report.choice or report.estimates[0]
     fits, name = shown.fits_in_words, shown.name
     if report.choice is None:

@@ -55,7 +55,6 @@ def check_only(options: Any, overrides: Mapping[str, str], taken: Sequence[str],
 
 
 def check_program(options: Any, overrides: Mapping[str, str], taken: Sequence[str]) -> None:
-    """Check that a program is given no option of an experiment. Raises UsageError."""
     known = ", ".join(flag_of(name) for name in taken if name != "file")
     rule = f"{{}} is for an experiment; given the program {options.file}: remove it. A program takes {known}"
     check_only(options, overrides, taken, rule)

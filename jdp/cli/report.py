@@ -73,7 +73,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _folders(given: Sequence[str], runs: Path) -> list[Path]:
-    """Return the folders of the runs. Raises UsageError for none, and for one twice."""
     from jdp.run.read_folder import find_run
 
     if not given:

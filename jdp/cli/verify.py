@@ -97,7 +97,6 @@ TAKEN = ("file", "target", "save", "against", "tolerance", "markdown", "no_cache
 
 
 def _run_program(options: Options, overrides: dict[str, str]) -> int:
-    """Compile a program's step and print its communication or its comparison with a baseline; return the exit code."""
     check_program(options, overrides, TAKEN)
     tolerance = _tolerance(options)
     with stdout_to_stderr():  # the user's file may print

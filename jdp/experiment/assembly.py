@@ -178,7 +178,6 @@ class Training:
 
     @cached_property
     def learning_rate(self) -> optax.Schedule:
-        """The learning rate as a function of the number of completed optimizer steps."""
         return learning_rate(self.experiment)
 
     def state(self) -> TrainState:

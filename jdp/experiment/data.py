@@ -317,7 +317,6 @@ class MadeData:
 
 
 def made_data(table: Data) -> MadeData:
-    """Make the data set of [data] with `make`."""
     given, name = table.call(), f"data.make = {table.make!r}"
     sides: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
     is_data = all(hasattr(side, "__len__") and hasattr(side, "__getitem__") for side in sides)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
-from jdp.base.user_path import BUILDERS, HubSource, PathError, check_regular, user_path
+from jdp.base.user_path import BUILDERS, HF, HubSource, PathError, check_regular, user_path
 from jdp.base.words import nearest
 from jdp.core.sharding.axes import BatchUnit, axis_sizes, batch_unit
 from jdp.experiment.keys import Key, Schemas, config_keys, problems, table_class, table_keys, tables
@@ -32,7 +32,6 @@ from jdp.experiment.schema.model import MadeModel, Model, model_table, take_toke
 from jdp.models.configs import SIZES
 
 KeyPath = tuple[str, ...]
-HUB = "hf:"
 MOST_BYTES = 2**20
 """Largest experiment file: a larger one was named by mistake, and a million wrong keys take a minute to report."""
 PATHS = (
@@ -182,8 +181,6 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
-    """Make relative paths in the table start at `folder`."""
-
     def anchored(path: Any, words: tuple[str, ...] = ()) -> Any:
         if isinstance(path, list):
             return [anchored(each, words) for each in cast("list[Any]", path)]
@@ -197,7 +194,7 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
             return path
 
     def of_model(name: Any) -> Any:  # hf: is a local folder here, never a name on the hub
-        return HUB + anchored(name.removeprefix(HUB)) if str(name).startswith(HUB) else name
+        return HF + anchored(name.removeprefix(HF)) if str(name).startswith(HF) else name
 
     def anchor(holder: Any, first: str, *rest: str) -> None:
         if isinstance(holder, dict):

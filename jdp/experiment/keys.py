@@ -203,7 +203,6 @@ def problems(error: ValidationError, schemas: Schemas, from_command_line: frozen
 
 
 def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) -> str:
-    """Return the line of one problem: the key, the rule, the value given, the fix."""
     kind, limits = detail["type"], detail.get("ctx", {})
     key, given = f"{dashes}{_dotted(path)}", f"given {brief(detail['input'])}"
     if kind == "missing":

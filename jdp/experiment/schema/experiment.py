@@ -155,7 +155,6 @@ _TAKES = {
 
 
 def broken_rules(x: Experiment) -> Iterator[str]:
-    """Yield a line for every rule between keys that is broken."""
     model, kinds = x.model, ", ".join(NEEDED)
     if model.kind is None and (tables := [key for key in ("data", "loss") if getattr(x, key).make is None]):
         yield f"{model.chosen} needs {tables[0]}.make beside it, or learns jdp's own data: model.learns = {kinds}"

@@ -77,7 +77,6 @@ def check_keywords(make: str, arguments: Sequence[str], keywords: Mapping[str, A
 
 
 def with_defaults(make: str, arguments: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords, completed with the function's defaults."""
     parameters = _parameters(make, arguments).items()
     defaults = {name: each.default for name, each in parameters if each.default is not inspect.Parameter.empty}
     return {**defaults, **keywords}

@@ -14,7 +14,7 @@ from pydantic_core import PydanticKnownError
 
 from jdp.base.errors import UserError
 from jdp.base.notices import notice_anywhere
-from jdp.base.user_path import user_path
+from jdp.base.user_path import HF, user_path
 from jdp.experiment.keys import described_fields
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, Single, Whole
 from jdp.experiment.schema.make import Made, with_defaults
@@ -27,8 +27,6 @@ from jdp.models.configs import (
     traced_layers,
 )
 
-HF = "hf:"
-"""Prefix of a folder with a Hugging Face config.json, in place of the name of a size."""
 TOKENIZER = "tokenizer.json"
 MOST_PARAMETERS, MOST_TRACED = 2**50, 10_000
 Learns = Literal["text", "images", "features"]
