@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -12,21 +11,14 @@ from rich.table import Table
 from jdp.foresight.forecast import PlanReport
 
 
-class Progress:
+class Progress(Bar):
     """Shows compilation progress on stderr: a bar on a terminal, else lines. Stdout is for the result."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+        console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Bar(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
-        self._task = self._bar.add_task("")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = self.add_task("")
 
     def compiling(self, done: int, total: int | None, name: str) -> None:
         """Show that `done` of `total` steps (None: unknown) are compiled, and that `name` is next."""
@@ -38,8 +30,8 @@ class Progress:
         self._show(done, total, f"running {name}" if done < total else "")
 
     def _show(self, done: int, total: int | None, text: str) -> None:
-        self._bar.update(self._task, description=text, total=total, completed=done)
-        if text and not self._console.is_terminal:
+        self.update(self._bar, description=text, total=total, completed=done)
+        if text and not self.console.is_terminal:
             number = f"[{done + 1}/{total}] " if total is not None and total > 1 else ""
             print(f"{number}{text}", file=sys.stderr, flush=True)
 

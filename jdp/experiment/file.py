@@ -39,8 +39,6 @@ PATHS = (
     *("train.init_from", "model.name"),
 )
 """The keys with paths, or words; a model's name is a path after "hf:"."""
-UNSET = (NONE, "default")
-"""Words in place of an empty table."""
 
 
 class ExperimentError(UserError):
@@ -227,7 +225,7 @@ def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None
     _anchor_paths(changed, Path.cwd())
     *outer, last = key
     for depth, part in enumerate(outer, 1):
-        if table.get(part) in UNSET:
+        if table.get(part) in (NONE, "default"):  # words in place of an empty table
             table[part] = {}
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):

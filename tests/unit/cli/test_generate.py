@@ -159,7 +159,6 @@ def test_what_writes_no_text_is_named(trained, capsys, tmp_path):
     changes = {
         "made": ('[model]\nmake = "none"', '[model]\nmake = "rings:wave"', "/made has model.make = 'rings:wave'"),
         "ids": ('ids = "none"', 'ids = "input_ids"', "learned token ids, and names none: give the folder"),
-        "fresh": ("", "", "has none yet"),
         "unkept": ("keep_best = true", "keep_best = false", "has none yet"),
     }
     for name, (old, new, error) in changes.items():

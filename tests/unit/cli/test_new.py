@@ -27,17 +27,6 @@ def test_a_new_file_is_a_renamed_shipped_experiment(here, capsys):
     assert "#   jdp train mine.toml\n# Hardware: 4 virtual CPU devices" in (here / "mine.toml").read_text()
 
 
-@pytest.mark.rest
-def test_the_commands_that_come_next_work(here, capsys):
-    assert cli.main(["new", "mine"]) == 0
-    for command in capsys.readouterr().out.splitlines()[1:]:
-        name, file = command.split()[1:]
-        small = ["--devices", "none", "--model.layers", "1", "--model.width", "16", "--model.heads", "2"]
-        small += ["--train.steps", "1", "--optimizer.warmup_steps", "0", "--train.eval_batches", "1"]
-        assert cli.main([name, file, *small, "--sample", "none"]) == 0
-    assert (here / "runs" / "mine" / "summary.json").is_file()
-
-
 @pytest.mark.parametrize("start", sorted(shipped().keys() - NEED_A_FOLDER))
 def test_every_shipped_experiment_can_be_started_from(here, start):
     """As it is, but for the name: paths too, which start at the same folder."""
