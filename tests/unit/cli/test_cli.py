@@ -123,6 +123,10 @@ MISTAKES = {
     "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
     "nothing to launch": (["launch", "-n", "2", "x.toml"], "an experiment or a program comes after --; given no --"),
     "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more; given 0"),
+    "launch on none": (
+        ["launch", "-n1", "--devices-per-process", "0", "--", "a"],
+        "per-process must be 1 or more; given 0",
+    ),
     "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
     "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "from 1 to train.steps"),
     "no place": (["launch", "-n", "2", "--nodes", "2", "--", "x.py"], "given --nodes 2 without --node-rank and --c"),

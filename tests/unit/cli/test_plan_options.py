@@ -33,7 +33,10 @@ def test_people_get_both_tables(capfd):
     ("arguments", "expected"),
     [
         (["plan"], "jdp plan needs an experiment; given no FILE"),
-        *((["plan", "--table", size], "takes PARAMETERS:DEVICES, whole") for size in ("70e9", "0.5:8", "1e99:8")),
+        *(
+            (["plan", "--table", size], "takes PARAMETERS:DEVICES, whole")
+            for size in ("70e9", "0.5:8", "8:0", "1e99:8")
+        ),
         (["plan", "x.toml", "--table", "7e9:8"], "given FILE too: remove it"),
         (["plan", "--table", "7e9:8", "--target", "cpu:8"], "given --target too: remove it"),
         (["plan", "--table", "7e9:8", "--model.layers", "3"], "given --model.layers too: remove it"),

@@ -326,7 +326,8 @@ def test_describe_lists_every_key():
     for table in ("data", "loss", "optimizer", "train", "guard", "sample"):
         fields = type(getattr(experiment(sample={}), table)).model_fields
         assert {f"{table}.{field}" for field in fields} - {"data.mixture"} <= keys.keys()
-    assert {"name", "mesh.AXIS", "rules.PATTERN", "eval.NAME.field", "data.mixture.NAME.weight"} <= keys.keys()
+    named = {"mesh.AXIS", "rules.PATTERN", "eval.NAME.field", "data.mixture.NAME.weight", "model.learns"}
+    assert named <= keys.keys()
     for size in SIZES.values():
         assert {f"model.{field.name}" for field in dataclasses.fields(size)} <= set(keys)
     assert all(key.description and key.type and key.default for key in keys.values())

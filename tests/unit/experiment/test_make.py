@@ -102,6 +102,7 @@ MISTAKES = {
     "another package": (["--loss.make=json:dumps"], "'json:dumps' is code, which an experiment file alone does not"),
     "too few arguments": (["--loss.make=rings:Points"], "must take model, batch, rng first; it takes rings, points"),
     "no data": (["--data.make=none", "--data.noise=none"], "data.noise is not a key of [data]"),
+    "another metric": (["--train.keep_best=eval_acuracy"], "did you mean eval_accuracy?"),
     "another set": (["--eval.x.source=stdlib"], "[eval] is for data that jdp reads, not data.make: remove it"),
     "text": (["--sample.length=3"], "[sample] is for a GPT and text"),
     "a kind without its sizes": (["--model.learns=text"], "learns text and lacks the keywords vocab_size, context"),
@@ -123,6 +124,7 @@ def test_what_a_function_needs_is_named(tmp_path):
 NAMES = {
     "no flag": ([], "is code, which an experiment file alone does not run. Add --plugin rings if you trust it"),
     "no identifier": (["--plugin=ring-s"], "by which Python imports a package, such as my_package"),
+    "another": (["--plugin=json"], "Add --plugin rings if you trust it"),
 }
 
 
@@ -142,6 +144,7 @@ def test_a_plugin_in_the_file_does_not_count(tmp_path, capsys):
 
 BROKEN = {
     "an error": (["def f():", "    return [][1]", "f()"], ["return [][1]", "IndexError: list index out of range"]),
+    "a syntax error": (["def"], ["    def", "SyntaxError: invalid syntax"]),
     "it leaves": (["raise SystemExit(3)"], ["SystemExit: 3"]),
 }
 
