@@ -9,8 +9,8 @@ import json
 import os
 import platform
 import re
-import secrets
 import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -231,15 +231,11 @@ def examine_room(folder: Path, checkpoint: Path | None = None) -> Finding:
 def _writing(folder: Path) -> Finding:
     if not folder.is_dir():
         return Finding("writing", "wrong", f"{folder} is a file, not a folder", "choose another --run-dir")
-    probe = folder / f".jdp-doctor-{secrets.token_hex(8)}"
     try:
-        try:
-            with probe.open("wb") as file:
-                file.write(bytes(4096))
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=".jdp-doctor-", dir=folder) as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+            os.fsync(probe.fileno())
     except OSError as error:
         mend = f"make {folder} writable for this user, or choose another --run-dir"
         return Finding("writing", "wrong", f"{folder} cannot be written: {error.strerror}", mend)
