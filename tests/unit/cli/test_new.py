@@ -34,11 +34,6 @@ def test_every_shipped_experiment_can_be_started_from(here, start):
     assert to_toml(load("mine.toml")) == to_toml(load(start, {"name": "mine"}))
 
 
-def test_a_model_is_expected_beside_the_file():
-    table = tomllib.loads(copied("finetune_hf_llama", "mine"))
-    assert (table["model"]["name"], table["train"]["init_from"]) == ("hf:llama", "llama")
-
-
 @pytest.mark.aot
 def test_the_plan_command_has_the_meshs_gpus(capsys):
     targets = {"gpt2_124m": "h100:1x8", "hsdp": "h100:8x8", "digits_resnet": None}
@@ -87,6 +82,8 @@ def test_a_name_is_the_experiment(name, monkeypatch):
 def test_its_paths_start_at_the_working_directory(here):
     experiment = load("finetune_lora")
     assert experiment.train.init_from == str(here / "runs" / "quickstart")
+    table = tomllib.loads(copied("finetune_hf_llama", "mine"))
+    assert (table["model"]["name"], table["train"]["init_from"]) == ("hf:llama", "llama")
     for name in NEED_A_FOLDER:
         assert f"{here / 'llama'} is not on this machine. Download the model first" in refusal(name)
 

@@ -82,12 +82,9 @@ def test_runs_are_compared_with_json_on_stdout(runs, capfd):
     shown = capfd.readouterr()
     assert json.loads(shown.out) == {"path": "report.html", "runs": ["points", "other"]} and shown.out.count("\n") == 1
     assert "optimizer.lr 0.1 0.7" in text_of(Path("report.html"))
-
-
-def test_runs_of_one_name_go_by_their_paths(runs, capsys):
-    shutil.copytree(runs, "elsewhere")
+    shutil.copytree(runs, "elsewhere")  # runs of one name go by their paths
     assert main(["report", "points", "elsewhere/points", "--no-compile", "-o", "p.html"]) == 0
-    assert capsys.readouterr().out == "wrote p.html: runs/points, elsewhere/points\n"
+    assert capfd.readouterr().out == "wrote p.html: runs/points, elsewhere/points\n"
 
 
 def damage_metrics(run):
