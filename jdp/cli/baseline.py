@@ -14,7 +14,7 @@ import json
 import linecache
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +61,7 @@ class HeldBytes:
 class Baseline:
     """A compiled step in numbers."""
 
-    format: Literal[1] = field(default=1, kw_only=True)  # of the file; a later format is refused
+    format: Literal[1]  # of the file; a later format is refused
     program: str
     target: str
     jax: str  # its version
@@ -88,7 +88,7 @@ def baseline_of(report: StepReport, program: str, root: Path) -> Baseline:
     arguments = sum(each.bytes for each in memory.arguments)
     held = HeldBytes(arguments, memory.results, memory.temporaries, memory.total, memory.host, fits)
     sent, version = _by_line(report.sent, root), importlib.metadata.version("jax")
-    return Baseline(program, report.target, version, dict(report.mesh), sent, held, seconds)
+    return Baseline(1, program, report.target, version, dict(report.mesh), sent, held, seconds)
 
 
 def read_baseline(path: Path) -> Baseline:

@@ -243,7 +243,7 @@ def line(kind="all-reduce", source="a.py:1", text="f(x)", wire=1e6):
 
 def baseline(*sent, total=10**9, seconds=1.0, fits=True, target="h100:8x8", jax="1"):
     held = HeldBytes(total, 0, 0, total, 0, fits)
-    return Baseline("a.py:f", target, jax, {"data": 64}, sent, held, seconds)
+    return Baseline(1, "a.py:f", target, jax, {"data": 64}, sent, held, seconds)
 
 
 SECOND = functools.partial(line, source="a.py:2", text="g(x)")
