@@ -148,8 +148,6 @@ def _type_text(annotation: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return "|".join("table" if typing.get_origin(kind) is dict else _type_text(kind) for kind in arguments)
     if origin is tuple:
-        if typing.get_origin(arguments[0]) is tuple:
-            return "array of pairs"
         return f"array of {_type_text(arguments[0])}"
     if origin is dict:
         return _type_text(arguments[1])
