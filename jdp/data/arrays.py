@@ -50,14 +50,17 @@ class ArraySamples:
 
     def __getitem__(self, index: int, /) -> NumpyBatch:
         row = self.rows[index]
-        dtypes = {key: _sample_dtype(key, array.dtype) for key, array in self.arrays.items()}
-        sample = {key: np.asarray(self.arrays[key][row]).astype(dtype, copy=False) for key, dtype in dtypes.items()}
+        sample = {key: np.asarray(a[row]).astype(self._dtypes[key], copy=False) for key, a in self.arrays.items()}
         if "tokens" in sample and "targets" not in sample:
             tokens = sample["tokens"]
             sample |= {"tokens": tokens[:-1], "targets": tokens[1:]}
         if "weights" not in sample:
             sample["weights"] = np.ones(sample["targets"].shape if "tokens" in sample else (), np.float32)
         return sample
+
+    @cached_property
+    def _dtypes(self) -> dict[str, np.dtype[Any]]:
+        return {key: _sample_dtype(key, array.dtype) for key, array in self.arrays.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,9 +280,10 @@ def _check_tokens(key: str, arrays: Arrays, name: str, vocab_size: int) -> None:
         raise UserError(f"packed tokens, with segments, require targets; given none in {name}: add them")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         row, column = np.argwhere((tokens < 0) | (tokens >= vocab_size))[0].tolist()
+        given = f"{tokens[row, column]} in {key} of sample {row} of {name}"
         raise UserError(
-            f"tokens must be from 0 to {vocab_size - 1}, below vocab_size; given {tokens[row, column]} in {key} of "
-            f"sample {row} of {name}: fix it, or raise vocab_size; to ignore tokens, set their weights to 0"
+            f"tokens must be from 0 to {vocab_size - 1}, below vocab_size; given {given}: fix it, or raise vocab_size "
+            f"to {tokens.max() + 1}; to ignore a token, set its weight to 0"
         )
 
 

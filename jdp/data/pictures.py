@@ -203,8 +203,11 @@ class HubPictures(Pictures):
             return file.read()
 
     def score(self, index: int, /) -> float:
-        with self._file(index) as file:
-            return ends_score(file)
+        try:
+            with self._file(index) as file:
+                return ends_score(file)
+        except OSError as error:
+            refuse_unreadable(error, self.name_of(index))
 
     def _file(self, index: int) -> BinaryIO:
         if (content := self.contents[index]).is_valid:
@@ -212,11 +215,8 @@ class HubPictures(Pictures):
         path = self.paths[index].as_py()
         if path is None:
             raise UserError(f"every row must have a picture; given none in row {index} of {self.name}: remove the row")
-        try:
-            check_regular(path)
-            return Path(path).open("rb")
-        except OSError as error:
-            refuse_unreadable(error, path)
+        check_regular(path)
+        return Path(path).open("rb")
 
 
 def hub_pictures(
@@ -253,7 +253,8 @@ def _chosen(what: str, given: str | None, found: list[str], columns: list[str], 
     if given is None and len(found) == 1:
         return found[0]
     problem = f'no column "{given}"' if given else ", ".join(found) or "none that is known"
+    fix = f'name it, {what} = "…" (in an experiment file data.{"field" if what == "image" else "label"})'
     raise UserError(
         f"a column of {what}s must be named, or be the only one; given {problem}, in {name} with {', '.join(columns)}: "
-        f"name it (in an experiment file by {'field' if what == 'image' else 'label'})"
+        f"{fix}"
     )

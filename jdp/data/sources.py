@@ -53,7 +53,16 @@ def read_by_datasets(path: Path, file: PathLike | None = None) -> str:
     if builder := builder_of(Path(file or path).name):
         return f'write "{HF}{builder}:{path}", which `datasets` reads'
     some = ", ".join(f'"{HF}{name}:{path}"' for name in BUILDERS)
-    return f"convert it, or write {some}: `datasets` reads these"
+    return f"convert (or decompress) it, or write {some}: `datasets` reads these"
+
+
+def matching(path: Path) -> list[str]:
+    """Return the file, or the sorted files of a glob. Brackets in the names of existing folders are not a pattern."""
+    if path.is_file():
+        return [str(path)]
+    folder = next((parent for parent in path.parents if parent.exists()), Path())
+    pattern = str(Path(glob.escape(str(folder)), path.relative_to(folder)))
+    return sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))  # noqa: PTH207 - may be many
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +81,7 @@ def hub_rows(source: str) -> HubRows:
     split, data = hub_data(source)
     table = data.data.table
     name, columns = f"{source} (split {split})", tuple(table.column_names)
-    return HubRows(name, f"{source} {split} {data._fingerprint}", table.nbytes, table.to_batches(_ROWS), columns)
+    return HubRows(name, f"{source} {split} {data._fingerprint}", table.nbytes, table.to_reader(_ROWS), columns)
 
 
 def hub_data(source: str) -> tuple[str, Any]:
@@ -190,7 +199,7 @@ def _data_files(datasets: Any, given: HubSource, builder: str, source: str) -> A
     """Return a builder's files for `datasets`: those of one split, with size and time of each."""
     path, by_split = user_path(given.path), defaultdict[str, list[str]](list)
     # Below this folder, names of files and folders name their split.
-    base = path if path.is_dir() else next(folder for folder in path.parents if not glob.has_magic(str(folder)))
+    base = path if path.is_dir() else next(folder for folder in path.parents if folder.exists())
     for file in _files(path, builder):
         parts = Path(file).relative_to(base).parts  # a picture's own name is not a split
         by_split[_split_of(parts[:-1] if builder == "imagefolder" else parts)].append(str(Path(file).absolute()))
@@ -224,7 +233,7 @@ def _files(path: Path, builder: str) -> list[str]:
             for folder, name in walk(path)
             if (name.lower().endswith(ends) or name in extra) and not name.startswith(".")
         )
-    return [str(path)] if path.is_file() else sorted(filter(os.path.isfile, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - may be many
+    return matching(path)
 
 
 def _split_of(parts: Iterable[str]) -> str:
@@ -237,23 +246,35 @@ def _split_of(parts: Iterable[str]) -> str:
     return ""
 
 
-_IDS = ("input_ids", "token_ids", "ids")
-_LOSS = ("loss_mask", "loss_weights", "weights", "assistant_masks", "completion_mask", "labels", "attention_mask")
-"""Usual names of columns of token ids, and of the columns beside them."""
+_USUAL_NAMES = {
+    "ids": ("input_ids", "token_ids", "ids"),
+    "weights": ("loss_mask", "loss_weights", "weights", "assistant_masks", "completion_mask"),
+    "labels": ("labels",),
+    "attention_mask": ("attention_mask",),
+}
+"""Of columns of token ids, and of the columns beside them, by key."""
 
 
 def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) -> None:
     """Raise ValueError for a missing column of `read` (by key); report unread ones that look like ids or weights."""
     for key, column in read.items():
         if column not in columns:
-            raise UserError(
-                f'{key} = "{column}" must be a column; given {name} with {", ".join(columns)}: name one of these, with '
-                'ids = "…" if it has token ids; convert chats with experiments/prepare/chats_to_ids.py'
-            )
-    unread = [column for column in columns if column in _IDS + _LOSS and column not in read.values()]
-    if unread and ("ids" in read or {*_IDS} & {*columns}):
-        keys = "ids, weights, labels or attention_mask"
-        notice(f"{name}: columns that are not read: {', '.join(unread)}; to read them, name them by {keys}")
+            fix = "name one of these"
+            if ids := [column for column in columns if key == "field" and column in _USUAL_NAMES["ids"]]:
+                fix = f'write ids = "{ids[0]}" for token ids, or name a column of text'
+            elif {"messages", "conversations"} & {*columns}:
+                fix = "convert chats to ids with experiments/prepare/chats_to_ids.py, or name another column"
+            shown = cut(", ".join(columns), 400)
+            raise UserError(f'{key} = "{column}" must be a column; given {name} with {shown}: {fix}')
+    found = [(key, column) for key, names in _USUAL_NAMES.items() for column in columns if column in names]
+    unread = {key: column for key, column in found if key not in read}
+    if {"weights", "labels"} & read.keys() or "weights" in unread:  # one excludes the other
+        unread.pop("labels", None)
+    if "labels" in read:
+        unread.pop("weights", None)
+    if unread and ("ids" in read or "ids" in unread):
+        lines = ", ".join(f'{key} = "{column}"' for key, column in unread.items())
+        notice(f"{name}: columns that are not read: {', '.join(unread.values())}; to read them, write {lines}")
 
 
 def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:

@@ -5,7 +5,7 @@ A broken rule is one error with the rule, the values given and the fix.
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -31,8 +31,9 @@ def require(holds: bool, rule: str, given: str, fix: str) -> None:
 
 def _check_fields(config: Any) -> None:
     """Raise ValueError unless each field is in range: integers and their tuples, choices, rates, other numbers."""
+    defaults = {field.name: field.default for field in fields(config)}
     for name, kind in get_type_hints(type(config)).items():
-        value, allowed = getattr(config, name), _values_of(kind)
+        value, allowed, usual = getattr(config, name), _values_of(kind), f"The default is {defaults[name]}"
         if kind in (int, int | None):
             fits = (type(value) is int and value > 0) or (value is None and kind is not int)
             require(fits, f"{name} is a positive integer", repr(value), "Raise it")
@@ -42,10 +43,10 @@ def _check_fields(config: Any) -> None:
         elif allowed:
             require(value in allowed, f"there is no {name} of that name", repr(value), f"Choose one of {allowed}")
         elif name in ("dropout", "norm_momentum"):
-            require(0.0 <= value < 1.0, f"{name} is a rate in [0, 1)", f"{value}", "Lower it")
+            require(0.0 <= value < 1.0, f"{name} is a rate in [0, 1)", f"{value}", usual)
         elif kind in (float, float | None) and value is not None:
             fits = value > 0 or (value == 0 and name == "position_std")
-            require(fits, f"{name} is positive", f"{value}", "Raise it")
+            require(fits, f"{name} is positive", f"{value}", usual)
 
 
 def _values_of(kind: Any) -> tuple[Any, ...]:
@@ -173,11 +174,14 @@ class GPTConfig:
             require(self.lora_rank is not None, rule, "no rank", "Set lora_rank, or remove it")
         if self.head_dim is None:
             _require_divisor("heads", self.heads, "width", self.width)
-        _require_divisor("kv_heads", self.key_value_heads, "heads", self.heads)
-        rotary, given = self.positions == "rotary", f"{self.head_width}"
+        heads, kv_heads, rotary = self.heads, self.key_value_heads, self.positions == "rotary"
+        rule, given = "kv_heads must divide heads", f"heads({heads}) % kv_heads({kv_heads}) = {heads % kv_heads}"
+        fitting = [count for count in range(1, heads + 1) if heads % count == 0]
+        require(heads % kv_heads == 0, rule, given, f"Choose kv_heads among {fitting}")
         rule = "rotary positions turn pairs of elements, so a head's width must be even"
+        given = f"width({self.width}) / heads({heads})" if self.head_dim is None else "head_dim"
         fix = "Change width, heads or head_dim, or use learned positions"
-        require(not rotary or self.head_width % 2 == 0, rule, given, fix)
+        require(not rotary or self.head_width % 2 == 0, rule, f"{given} = {self.head_width}", fix)
         if self.rope_factor is not None:
             require(rotary, "rope_factor scales rotary positions", f'positions = "{self.positions}"', "Remove one")
             low, high = self.rope_low_freq_factor, self.rope_high_freq_factor

@@ -5,7 +5,6 @@ order. A file is one document of any bytes, so no encoding can be wrong; a row i
 are read and tokenised at a time.
 """
 
-import glob
 import os
 import platform
 import sysconfig
@@ -27,6 +26,7 @@ from jdp.data.sources import (
     PathLike,
     check_columns,
     hub_rows,
+    matching,
     optional,
     read_by_datasets,
     refuse_unreadable,
@@ -91,8 +91,7 @@ def _files(entry: PathLike) -> list[Path]:
     path = user_path(entry)
     if path.is_dir():
         return _directory_files(path)
-    files = [Path(file) for file in glob.glob(str(path), recursive=True) if os.path.isfile(file)]  # noqa: PTH113, PTH207
-    files = [path] if path.is_file() else files
+    files = [Path(file) for file in matching(path)]
     if not files:
         raise UserError(
             f"source must be a directory that exists, a file, or a glob of files; given {entry}, looked for at "

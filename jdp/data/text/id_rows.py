@@ -114,6 +114,8 @@ class _Rows:
         """Return the rows with a weighted target, without padding."""
         ids, bounds = self.values["ids"]
         for key, (_, others) in self.values.items():
+            if np.array_equal(others, bounds):
+                continue
             sizes = zip_longest(np.diff(bounds).tolist(), np.diff(others).tolist(), fillvalue="none")
             for row, (size, other) in enumerate(sizes, self.first):
                 if size != other:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jdp.base.errors import UserError, public
+from jdp.base.toml import cut
 from jdp.base.user_path import user_path
 from jdp.data.sources import optional
 from jdp.data.text.tokens import TokenArray, smallest_uint
@@ -137,7 +138,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    separator = _separator(vocabulary, file)
+    separator = _separator(vocabulary, file, [str(token) for token in tokenizer.get_added_tokens_decoder().values()])
     bos, adds_bos = _bos(tokenizer, vocabulary, file)
     opens = f", {tokenizer.id_to_token(bos)} opens it" if adds_bos else ""
     return FileTokenizer(
@@ -245,7 +246,7 @@ def byte_tokenizer() -> dict[str, dict[str, Any]]:
     return {FILE: table, SETTINGS: settings}
 
 
-def _separator(vocabulary: dict[str, int], file: Path) -> str:
+def _separator(vocabulary: dict[str, int], file: Path, added: Sequence[str]) -> str:
     """Return the eos_token that files beside a tokenizer name, else the first of the usual names that it has."""
     config, named = _named(file, "eos_token")
     names = _SEPARATORS if named is None else (named,)
@@ -255,7 +256,8 @@ def _separator(vocabulary: dict[str, int], file: Path) -> str:
     problem = f"{config} names {named}, which is not in" if named else f"none of {', '.join(names)} is in"
     raise UserError(
         f"a tokenizer must have a token that closes documents; given {file}: {problem} its vocabulary; name one of its "
-        'added tokens as "eos_token" in tokenizer_config.json beside it; or add one to tokenizer and model'
+        f'added tokens ({cut(", ".join(added), 200) or "none"}) as "eos_token" in tokenizer_config.json beside it; or '
+        "add one to tokenizer and model"
     )
 
 

@@ -216,7 +216,7 @@ def test_folders_tables_and_tars_hold_the_same_pictures(pictures, tmp_path):
     """Columns are found by their types, or their usual names; a picture is bytes in a row, or a file."""
     hub_table(CLASSES[::-1]).add_column("caption", ["a picture"] * 30).to_parquet(tmp_path / "x.parquet")
     assert_are_the_pictures(image_data(f"hf:parquet:{tmp_path}/x.parquet"), CLASSES[::-1])
-    hub_table().save_to_disk(str(tmp_path / "saved"))
+    hub_table().shuffle(seed=0).save_to_disk(str(tmp_path / "saved"))
     assert_are_the_pictures(image_data(f"hf:{tmp_path}/saved"))
     assert_are_the_pictures(image_data(folder_of(pictures)))
     write_tar(tmp_path / "a.tar")
@@ -231,7 +231,7 @@ def test_a_column_of_bytes_by_name(tmp_path):
         write(tmp_path / f"x.{builder}", table)
         source = f"hf:{builder}:{tmp_path}/x.{builder}"
         assert_are_the_pictures(image_data(source, image="picture", label="kind"))
-    with pytest.raises(ValueError, match=r"a column of images must be named, .* picture, kind, other: name it"):
+    with pytest.raises(ValueError, match=r'images must be named, .*, kind, other: name it, image = "…" \(.*data.field'):
         image_data(source)
     with pytest.raises(ValueError, match=r'a column of labels must be named, .* given no column "x"'):
         image_data(source, image="picture", label="x")
@@ -276,6 +276,15 @@ def test_a_corrupt_picture_is_one_error(pictures, tmp_path):
         with feed, pytest.raises(UserError, match=rf"images must be readable; given {name} of {source} ") as caught:
             list(itertools.islice(feed, 4))
         assert "\n" not in str(caught.value) and str(caught.value).endswith("; fix it, or leave it out")
+
+
+def test_a_picture_whose_bytes_cannot_be_read(tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cat" / "1.png").write_bytes(PNGS[0])
+    (tmp_path / "dog" / "2.png").symlink_to("/proc/self/mem")  # opens, but reading fails
+    with pytest.raises(UserError, match=r"all of the data must be readable; given .*2.png, .*: fix its permissions"):
+        image_data(folder_of(tmp_path))
 
 
 N, SEED = 30, 3

@@ -69,7 +69,7 @@ def test_the_standard_library():
 
 
 def test_files_globs_directories_and_lists_agree(tmp_path, monkeypatch):
-    part = write(tmp_path / "book" / "part", a="first", b="second")
+    part = write(tmp_path / "book [1]" / "part", a="first", b="second")
     (part / "link.txt").symlink_to(part / "a.txt")
     monkeypatch.chdir(part)
     folder, listed = part.parent, (part / "b.txt", part / "a.txt", str(part))

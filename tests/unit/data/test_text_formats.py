@@ -33,7 +33,7 @@ def lines(rows):
 WRITERS = {
     "json:rows.jsonl": lambda path: path.write_bytes(lines(ROWS)),
     "json:rows.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines(ROWS))),
-    "parquet:rows.parquet": lambda path: parquet(path, TABLE),
+    "parquet:rows.parquet": lambda path: parquet(path, TABLE.set_column(1, "text", TABLE["text"].dictionary_encode())),
     "arrow:stream.arrow": lambda path: arrow(path, TABLE),
     "csv:rows.csv": lambda path: TABLE.to_pandas().to_csv(path, index=False),
 }
@@ -49,12 +49,13 @@ def test_each_row_is_a_document(tmp_path, name):
 
 
 def test_directories_and_globs_are_read_in_order(tmp_path):
-    (tmp_path / "deep").mkdir()
-    parquet(tmp_path / "a.parquet", TABLE.slice(0, 10))
-    parquet(tmp_path / "deep" / "b.parquet", TABLE.slice(10, 10))
-    (tmp_path / "README.md").write_text("about the rows")
-    assert read_corpus(f"hf:parquet:{tmp_path}").documents == DOCUMENTS[:20]
-    assert read_corpus(f"hf:parquet:{tmp_path}/**/*.parquet").documents == DOCUMENTS[:20]
+    folder = tmp_path / "rows [1]"
+    (folder / "deep").mkdir(parents=True)
+    parquet(folder / "a.parquet", TABLE.slice(0, 10))
+    parquet(folder / "deep" / "b.parquet", TABLE.slice(10, 10))
+    (folder / "README.md").write_text("about the rows")
+    assert read_corpus(f"hf:parquet:{folder}").documents == DOCUMENTS[:20]
+    assert read_corpus(f"hf:parquet:{folder}/**/*.parquet").documents == DOCUMENTS[:20]
 
 
 def test_rows_are_split_by_content(tmp_path):
@@ -155,7 +156,7 @@ def test_another_file_is_told_how_to_be_read(tmp_path, name, builder):
     [
         ({"text": ["a", None]}, r'"text" must be text; given nothing \(null\) in .*a.parquet .*, row 1'),
         ({"body": ["a"], "title": ["b"]}, 'field = "text" must be a column; given .* with body, title: name one'),
-        ({"input_ids": [[1]]}, r'field = "text" .* with input_ids: name one of these, with ids ='),
+        ({"input_ids": [[1]]}, r'field = "text" .* write ids = "input_ids" for token ids'),
         ({"text": ["", ""]}, r"text must not be empty; given .*: add text"),
     ],
 )

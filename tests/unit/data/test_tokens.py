@@ -108,12 +108,12 @@ def test_unread_columns_are_named(tmp_path, notices):
     masks = [[1] * len(ids) for ids in IDS]
     source = written(tmp_path, labels=IDS, attention_mask=masks, source=["some text"] * ROWS)
     text_data(source, length=8, ids="input_ids")
-    said = "columns that are not read: labels, attention_mask; to read them"
+    said = 'labels, attention_mask; to read them, write labels = "labels", attention_mask = "attention_mask"'
     assert notices.text.count(said) == 1 and "source" not in notices.text
     text_data(source, length=8, ids="input_ids", labels="labels", attention_mask="attention_mask")
     assert notices.text.count("not read") == 1
     text_data(source, length=8, field="source")
-    assert "columns that are not read: input_ids, labels, attention_mask; to read them" in notices.text
+    assert "not read: input_ids, " + said.replace("write", 'write ids = "input_ids",') in notices.text
 
 
 @pytest.mark.parametrize(
