@@ -189,7 +189,7 @@ def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
 
 def _read_path(path: Path) -> Arrays:
     if path.is_dir():
-        every = [Path(folder, name) for folder, name in walk(path) if not name.startswith(".")]
+        every = [*map(Path, walk(path))]
         files = sorted(file for file in every if file.suffix == ".npy" and file.parent == path)
         if others := len(every) - len(files):
             notice(f"{path}: reading {len(files)} .npy files, ignoring {others} others")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +29,6 @@ from jdp.data.held_out import fingerprint
 
 _CIRCLE = 2**32
 _STEP = 2654435769  # the odd number nearest to 2³²/φ: all points are visited before any repeats
-
-
-class DataSet(Protocol):
-    """A data set that can be mixed: training and held-out samples, and a fingerprint of all."""
-
-    @property
-    def train(self) -> Source: ...
-    @property
-    def heldout(self) -> Source: ...
-    @property
-    def fingerprint(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,11 +138,12 @@ class Mixture:
 
 
 @public()
-def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture:
+def mixture(parts: Sequence[tuple[Any, float]], *, seed: int = 0) -> Mixture:
     """Mix data sets by weight.
 
     Args:
-        parts: data sets and their weights, positive and relative: 3 and 1 are three samples in four.
+        parts: data sets, with `train`, `heldout` and `fingerprint`, and their weights, positive and relative: 3 and 1
+            are three samples in four.
         seed: seed of the order, in addition to the seed of `global_batches`; not negative.
 
     Returns:
@@ -185,7 +175,7 @@ def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture
     return Mixture(data, weights, seed, train, Concatenated(tuple(part.heldout for part in data)))
 
 
-def _check_alike(first: DataSet, other: DataSet) -> None:
+def _check_alike(first: Any, other: Any) -> None:
     ours, theirs = (
         {key: f"{value.dtype}{list(value.shape)}" for key, value in sorted(data.train[0].items())}
         for data in (first, other)

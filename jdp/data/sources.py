@@ -36,11 +36,11 @@ _ROWS_OF_SPLIT = re.compile(r"(?P<split>[^\[\]]*)(?:\[(?P<start>\d*):(?P<stop>\d
 _ROWS = 1024  # read at a time
 
 
-def walk(directory: Path, *, leave_out: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
-    """Yield every file as (folder, name), outside of hidden directories: a `Path` takes ten times the memory."""
+def walk(directory: Path, *, leave_out: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yield every file that is not hidden, as text: a `Path` takes ten times the memory."""
     for folder, folders, names in os.walk(directory, onerror=refuse_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
-        yield from ((folder, name) for name in names)
+        yield from (folder + os.sep + name for name in names if not name.startswith("."))
 
 
 def refuse_unreadable(error: OSError, path: PathLike | None = None) -> NoReturn:
@@ -227,12 +227,9 @@ def _files(path: Path, builder: str) -> list[str]:
     """Return the files of a path: a file, a glob, or a directory with files of the builder, at any depth."""
     if path.is_dir():
         ends = tuple(suffix + packed for suffix in BUILDERS[builder] for packed in ("", *COMPRESSED))
-        extra = ("metadata.csv", "metadata.jsonl", "metadata.parquet") if builder == "imagefolder" else ()
-        return sorted(
-            folder + os.sep + name
-            for folder, name in walk(path)
-            if (name.lower().endswith(ends) or name in extra) and not name.startswith(".")
-        )
+        if builder == "imagefolder":
+            ends += tuple(os.sep + name for name in ("metadata.csv", "metadata.jsonl", "metadata.parquet"))
+        return sorted(file for file in walk(path) if file.lower().endswith(ends))
     return matching(path)
 
 

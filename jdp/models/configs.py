@@ -7,12 +7,9 @@ import itertools
 import math
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from jdp.base.errors import UserError
-
-if TYPE_CHECKING:
-    import jax
 
 Activation = Literal["swiglu", "gelu", "gelu_exact"]
 NormKind = Literal["rms", "layer"]
@@ -67,19 +64,6 @@ def _require_divisor(name: str, divisor: int, of: str, size: int) -> None:
         f"{of}({size}) % {name}({divisor}) = {size % divisor}",
         f"Make {of} a multiple of {divisor}, for instance {-(-size // divisor) * divisor}",
     )
-
-
-def require_images(images: "jax.Array", *, channels: int, size: int | None = None) -> None:
-    """Raise ValueError unless images are [batch, height, width, channels] floats, of `size` pixels a side if given."""
-    from jax.numpy import floating, issubdtype  # here: configurations are checked without JAX
-
-    given = f"{images.dtype}{list(images.shape)}"
-    floats = issubdtype(images.dtype, floating)
-    is_images = images.ndim == 4 and images.shape[3] == channels and floats
-    fix = "Pass a batch of floats, already normalised, colours last"
-    require(is_images, f"images are [batch, height, width, channels({channels})] floats", given, fix)
-    fits = size is None or images.shape[1:3] == (size, size)
-    require(fits, f"images are image_size({size}) pixels high and wide", given, "Resize them, or change image_size")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Counts come from the abstract model (shapes without arrays), so no separate form
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,6 @@ from jdp.models.configs import GPTConfig, MLPConfig, ModelConfig, ResNetConfig, 
 from jdp.models.gpt import GPT
 from jdp.models.images import ResNet, ViT
 from jdp.models.modules import Linear, dropout
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "gelu": jax.nn.gelu,
-    "silu": jax.nn.silu,
-    "tanh": jnp.tanh,
-}
 
 
 class MLP(nnx.Module):
@@ -65,7 +57,7 @@ class MLP(nnx.Module):
         config = self.config
         fits = x.ndim == 2 and x.shape[1] == config.features_in
         require(fits, f"x is [batch, features_in({config.features_in})]", f"{list(x.shape)}", "Reshape each row flat")
-        activate = ACTIVATIONS[config.activation]
+        activate = getattr(jax.nn, config.activation)
         *hidden, last = self.layers
         x = x.astype(last.kernel.dtype)
         for site, layer in enumerate(hidden):

@@ -69,9 +69,7 @@ class GPT(nnx.Module):
         """Return the last norm's output: [batch, length, width] in compute dtype.
 
         Args:
-            tokens: [batch, length] integers; length at most `context`.
-            rng: typed key for dropout; None: no dropout.
-            segments: as for a call of the model.
+            tokens, rng, segments: as for a call of the model.
 
         Raises:
             ValueError: as for a call of the model.
@@ -102,11 +100,9 @@ class GPT(nnx.Module):
         """Return `next_token_loss` of the logits; large logits are computed in chunks.
 
         Args:
-            tokens: [batch, length] integers; length at most `context`.
+            tokens, rng, segments: as for a call of the model.
             targets: [batch, length] integers; arbitrary at weight zero.
             weights: [batch, length]; 0 for padding.
-            rng: typed key for dropout; None: no dropout.
-            segments: as for a call of the model.
 
         Returns:
             The weighted sum of cross-entropies in nats, and the sum of the weights: two float32 scalars.

@@ -21,12 +21,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdp.models.configs import EXPANSION, GPTConfig, ResNetConfig, ViTConfig, require, require_images
+from jdp.models.configs import EXPANSION, GPTConfig, ResNetConfig, ViTConfig, require
 from jdp.models.modules import Classifier, Linear, plus_to_each
 from jdp.models.transformer import LayerSpec, make_layers, run_layers
 
 HEAD_STD = 0.01
 POSITION_STD = 0.02
+
+
+def _require_images(images: jax.Array, *, channels: int, size: int | None = None) -> None:
+    """Raise ValueError unless images are [batch, height, width, channels] floats, of `size` pixels a side if given."""
+    given, is_float = f"{images.dtype}{list(images.shape)}", jnp.issubdtype(images.dtype, jnp.floating)
+    is_images = images.ndim == 4 and images.shape[3] == channels and is_float
+    fix = "Pass a batch of floats, already normalised, colours last"
+    require(is_images, f"images are [batch, height, width, channels({channels})] floats", given, fix)
+    fits = size is None or images.shape[1:3] == (size, size)
+    require(fits, f"images are image_size({size}) pixels high and wide", given, "Resize them, or change image_size")
 
 
 class BatchNorm(nnx.BatchNorm):
@@ -115,7 +125,7 @@ class ResNet(nnx.Module):
             ValueError: images or weights of another shape, or not floats.
         """
         del rng
-        require_images(images, channels=self.config.channels)
+        _require_images(images, channels=self.config.channels)
         mask = None
         if weights is not None:
             require(weights.shape == images.shape[:1], "weights are [batch]", f"{list(weights.shape)}", "One an image")
@@ -259,7 +269,7 @@ class ViT(nnx.Module):
         """
         del weights
         config = self.config
-        require_images(images, channels=config.channels, size=config.image_size)
+        _require_images(images, channels=config.channels, size=config.image_size)
         x = self.final_norm(run_layers(self.layers, self.embed(images), config, rng))
         if config.pool == "token":
             return self.head(x[:, 0])

@@ -87,11 +87,11 @@ def text_files(entries: Sequence[PathLike]) -> list[Path]:
 def _files(entry: PathLike) -> list[Path]:
     if entry == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        return [Path(folder, name) for folder, name in walk(root, leave_out=_NOT_STDLIB) if name.endswith(".py")]
+        return [Path(file) for file in walk(root, leave_out=_NOT_STDLIB) if file.endswith(".py")]
     path = user_path(entry)
     if path.is_dir():
         return _directory_files(path)
-    files = [Path(file) for file in matching(path)]
+    files = [*map(Path, matching(path))]
     if not files:
         raise UserError(
             f"source must be a directory that exists, a file, or a glob of files; given {entry}, looked for at "
@@ -104,7 +104,7 @@ def _files(entry: PathLike) -> list[Path]:
 
 
 def _directory_files(directory: Path) -> list[Path]:
-    every = [Path(folder, name) for folder, name in walk(directory) if not name.startswith(".")]
+    every = [*map(Path, walk(directory))]
     files = [file for file in every if file.name.endswith(TEXT_SUFFIXES)]
     others = [file for file in every if not file.name.endswith(TEXT_SUFFIXES)]
     rows = [file for file in others if builder_of(file.name) not in (None, "imagefolder") and file.suffix != ".json"]
