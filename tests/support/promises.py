@@ -46,7 +46,7 @@ NAMES = {
     "data": "test_order_properties.py::test_processes_read_the_same_global_batches",
     "export": "test_hugging_face.py::test_an_exported_model_is_what_was_imported[llama]",
     "guard": "test_nonfinite.py::test_nan_in_batches_is_named_with_rows[zero3]",
-    "models": "test_models.py::test_logits_are_those_of_a_plain_reference",
+    "models": "test_hugging_face.py::test_the_logits_are_those_of_transformers[llama]",
     "prove": "test_prove.py::test_every_strategy_and_a_resume_are_proven",
 }
 """The public names of `jdp`."""

@@ -150,6 +150,7 @@ def test_every_packed_token_is_a_target_once(sizes, length):
     rows = [samples[index] for index in range(len(samples))]
     targets = np.concatenate([row["targets"][row["weights"] == 1] for row in rows])
     assert sorted(targets.tolist()) == [token for token in range(sum(sizes)) if token not in firsts]
+    assert samples.waste == pytest.approx(1 - len(targets) / (len(rows) * length))
     for row in rows:
         tokens, segments, counted = row["tokens"], row["segments"], row["weights"] == 1
         assert counted[0] and not np.diff(counted.astype(int)).clip(0).any()  # what is empty is at the end
@@ -172,16 +173,6 @@ def test_rows_are_few(sizes):
     filled = np.bincount(rows, weights=sorted(sizes, reverse=True)) if rows else np.zeros(0)
     assert (filled <= 17).all() and (filled > 0).all()
     assert all(a + b > 17 for a, b in itertools.combinations(filled.tolist(), 2))
-
-
-def test_short_documents_fill_up_rows():
-    samples = packed([38, 11, 1], 16)  # 37 pairs and 10; one token alone has no target
-    assert len(samples) == 3
-    assert [samples[index]["tokens"].tolist() for index in range(2)] == [list(range(16)), list(range(16, 32))]
-    last = samples[2]
-    assert last["tokens"].tolist() == [*range(38, 48), *range(32, 37), 0]
-    assert last["segments"].tolist() == [1] * 10 + [2] * 5 + [0]
-    assert samples.waste == pytest.approx(1 / 48)
 
 
 def test_text_is_packed_whole(tmp_path):

@@ -1,4 +1,7 @@
-"""The models against a plain NumPy reference, against themselves in other forms, and their text with a cache."""
+"""The models against themselves in other forms, and their text with a cache.
+
+Their logits are held against those of Hugging Face's models in `test_hugging_face.py`.
+"""
 
 import dataclasses
 import functools
@@ -61,73 +64,6 @@ def leaves(model):
 def loss(model, rng=None):
     total, weight = next_token_loss(model(TOKENS[:, :-1], rng=rng), TOKENS[:, 1:], jnp.ones((2, 7)))
     return total / weight
-
-
-def through_layers(config, p, x, *, causal=True):
-    """The last norm of one sequence in float64, head by head and position by position; `p` are the parameters."""
-    size, share = config.head_width, config.heads // config.key_value_heads
-
-    def norm(x, name, i=...):
-        y = x - x.mean(-1, keepdims=True) if config.norm == "layer" else x
-        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + config.norm_eps) * p[f"{name}/scale"][i]
-        return y + p[f"{name}/bias"][i] if config.norm == "layer" else y
-
-    def linear(x, name, i):
-        return x @ p[f"layers/{name}/kernel"][i] + p.get(f"layers/{name}/bias", np.zeros(9))[i]
-
-    def turned(x, theta):  # rotary, as complex numbers
-        z = x[:, : size // 2] + 1j * x[:, size // 2 :]
-        z = z * np.exp(1j * np.outer(np.arange(len(x)), theta ** (-2 * np.arange(size // 2) / size)))
-        return np.concatenate([z.real, z.imag], -1)
-
-    def attention(x, i):
-        theta, window = config.rope_theta, config.window or len(x)
-        query, key, value = (linear(x, f"attention/{name}", i) for name in ("query", "key", "value"))
-        heads = []
-        for h in range(config.heads):
-            q, k, v = query[:, h * size :][:, :size], key[:, h // share * size :][:, :size], value
-            v = v[:, h // share * size :][:, :size]
-            if config.qk_norm:
-                q, k = norm(q, "layers/attention/query_norm", i), norm(k, "layers/attention/key_norm", i)
-            q, k = (turned(q, theta), turned(k, theta)) if config.positions == "rotary" else (q, k)
-            seen = [slice(max(0, t + 1 - window), t + 1) if causal else slice(None) for t in range(len(x))]
-            rows = [np.exp(q[t] @ k[seen[t]].T / np.sqrt(size)) for t in range(len(x))]
-            heads.append([row / row.sum() @ v[seen[t]] for t, row in enumerate(rows)])
-        return linear(np.concatenate(heads, -1), "attention/output", i)
-
-    def feed_forward(x, i):
-        up = linear(x, "mlp/up", i)
-        if config.activation == "gelu":
-            hidden = gelu(up)
-        else:
-            gate = linear(x, "mlp/gate", i)
-            hidden = up * gate / (1 + np.exp(-gate))
-        return linear(hidden, "mlp/down", i)
-
-    def gelu(x):
-        return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
-
-    for i in range(config.layers):
-        x = x + attention(norm(x, "layers/attention_norm", i), i)
-        x = x + feed_forward(norm(x, "layers/mlp_norm", i), i)
-    return norm(x, "final_norm")
-
-
-def reference(model, tokens):
-    """Logits of one sequence in float64."""
-    config, p = model.config, {path: np.float64(leaf) for path, leaf in leaves(model).items()}
-    x = p["embed/tokens"][tokens]
-    x = x + p["embed/positions"][: len(x)] if config.positions == "learned" else x
-    return through_layers(config, p, x) @ (p["embed/tokens"].T if config.tied else p["head/kernel"])
-
-
-@STYLES
-def test_logits_are_those_of_a_plain_reference(config):
-    model = make(config)
-    expected = np.stack([reference(model, np.asarray(row)) for row in TOKENS])
-    logits = forward(model, TOKENS)
-    assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
 def test_the_loss_is_weighted_cross_entropies():

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_models import through_layers
 
 import jdp
 from jdp.models import ResNet, ResNetConfig, ViT, ViTConfig, build, classification_loss
@@ -168,11 +167,31 @@ def test_a_resnet_starts_as_he_and_goyal_say():
 def plain_vit(model, image):
     """A ViT's logits of one image in float64."""
     config, p = model.config, values(model)
+
+    def norm(x, name, i=...):
+        y = x - x.mean(-1, keepdims=True)
+        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + config.norm_eps)
+        return y * p[f"{name}/scale"][i] + p[f"{name}/bias"][i]
+
+    def linear(x, name, i):
+        return x @ p[f"layers/{name}/kernel"][i] + p[f"layers/{name}/bias"][i]
+
     size, side = config.patch, config.image_size
     cut = [image[r : r + size, c : c + size].ravel() for r in range(0, side, size) for c in range(0, side, size)]
     x = np.float64(cut) @ p["embed/patches/kernel"] + p["embed/patches/bias"]
     x = np.concatenate([p["embed/token"], x]) if config.pool == "token" else x
-    x = through_layers(model.layers.attention.config, p, x + p["embed/positions"], causal=False)
+    x = x + p["embed/positions"]
+    for i in range(config.layers):
+        y = norm(x, "layers/attention_norm", i)
+        query, key, value = (linear(y, f"attention/{name}", i) for name in ("query", "key", "value"))
+        heads = []
+        for q, k, v in zip(*(np.split(each, config.heads, axis=-1) for each in (query, key, value)), strict=True):
+            weights = np.exp(q @ k.T / math.sqrt(q.shape[-1]))
+            heads.append(weights / weights.sum(-1, keepdims=True) @ v)
+        x = x + linear(np.concatenate(heads, -1), "attention/output", i)
+        up = linear(norm(x, "layers/mlp_norm", i), "mlp/up", i)
+        x = x + linear(up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))) / 2, "mlp/down", i)
+    x = norm(x, "final_norm")
     return (x[0] if config.pool == "token" else x.mean(0)) @ p["head/kernel"] + p["head/bias"]
 
 
