@@ -230,7 +230,6 @@ def packed(segments, **changes):
         ),
         ({"rope_factor": 8.0, "positions": "learned"}, r"rope_factor scales rotary positions; given positions = \"lea"),
         ({"norm_eps": -1.0}, r"norm_eps is positive; given -1\.0\. The default is 1e-05"),
-        (lambda: MLPConfig(4, [8], 2), r"hidden is a tuple of positive integers; given \[8\]"),
         (lambda: MLPConfig(4, (0,), 2), r"hidden is a tuple of positive integers; given \(0,\)"),
         (lambda: MLP(MLPConfig(4, (8,), 2), rngs=nnx.Rngs(0))(jnp.ones((1, 5))), r"features_in\(4\)\]; given \[1, 5\]"),
         (lambda: make(LLAMA)(jnp.zeros((1, 9), int)), r"at most context\(8\) tokens; given int32\[1, 9\]"),
@@ -241,7 +240,6 @@ def packed(segments, **changes):
         (lambda: streamed([1, 2, 3], 6), r"context\(8\) tokens; given 3 \+ 6"),
         (lambda: generate(make(LLAMA), TOKENS[:, :3], length=6, rng=KEY), r"context\(8\) tokens; given 3 \+ 6"),
         (lambda: packed(jnp.ones((2, 7), int)), r"segments are integers \[2, 8\], as .* given int32\[2, 7\]"),
-        (lambda: packed(jnp.ones((2, 8))), r"segments are integers .* given float32\[2, 8\]"),
         (lambda: packed(jnp.ones((2, 8), int), attention="cudnn"), r"takes no segments; given segments\. Set attent"),
     ],
 )
@@ -268,7 +266,6 @@ CONFIGS = {
     "qwen, unrolled": dataclasses.replace(QWEN, scan=False),
     "qwen, longer": dataclasses.replace(QWEN, context=160, window=20),
 }
-GREEDY = Draw(temperature=0.0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -290,24 +287,14 @@ def test_cached_logits_equal_the_forward_pass(name):
     np.testing.assert_allclose(np.stack(found, 1), whole[:, first - 1 :], rtol=0, atol=1e-5)
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("name", ["gpt2", "qwen"])
-def test_unequal_prompts_continue_as_alone(name):
-    """Each token is the likeliest of the whole forward pass on the tokens before it."""
-    model = make(CONFIGS[name])
-    for size in (1, 3, 5):
-        prompt = [*range(size)]
-        text = [*stream(model, prompt, length=3, draw=GREEDY, rng=KEY, longest=5)]
-        logits = forward(model, jnp.asarray([[*prompt, *text, *[0] * (5 - size)]]))[0]
-        assert text == logits[size - 1 : size + 2].argmax(-1).tolist()
-
-
 @pytest.mark.parametrize("draw", [Draw(0.5), Draw(50.0, top_k=3)], ids=["plain", "top_k"])
 @pytest.mark.default_ids("top_k")
 def test_the_draws_are_those_of_generate(draw):
+    """Also if a longer prompt shares the programs."""
     model, prompt = make(LLAMA), jnp.asarray([[3, 1]])
-    given = generate(model, prompt, length=6, temperature=draw.temperature, top_k=draw.top_k, rng=KEY)
-    assert [*stream(model, prompt[0], length=6, draw=draw, rng=KEY)] == given[0, 2:].tolist()
+    given = generate(model, prompt, length=4, temperature=draw.temperature, top_k=draw.top_k, rng=KEY)
+    for longest in (None, 4):
+        assert [*stream(model, prompt[0], length=4, draw=draw, rng=KEY, longest=longest)] == given[0, 2:].tolist()
 
 
 @pytest.mark.rest

@@ -229,7 +229,6 @@ def test_the_classification_loss_is_weighted():
     [
         (lambda: dataclasses.replace(BASIC, blocks=()), r"one stage at least; given blocks = \(\)\. Write \(2, 2\)"),
         (lambda: dataclasses.replace(BASIC, blocks=[1]), r"blocks is a tuple of positive integers; given \[1\]"),
-        (lambda: dataclasses.replace(BASIC, block="wide"), r"no block of that name; given 'wide'\. .*'bottleneck'"),
         (lambda: dataclasses.replace(BASIC, norm_momentum=1.0), r"norm_momentum is a rate in \[0, 1\); given 1\.0"),
         (lambda: dataclasses.replace(VIT, patch=3), r"patch must divide .*image_size\(8\) % patch\(3\) = 2\. .* 9"),
         (lambda: make(BASIC)(jnp.ones((2, 8, 8, 2), "uint8")), r"channels\(2\)\] floats; given uint8\[2, 8, 8, 2\]"),
