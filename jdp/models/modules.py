@@ -55,16 +55,14 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(std * jax.random.normal(key, (features_in, features_out)))
         self.bias = nnx.Param(jnp.zeros(features_out)) if bias else None
         self.lora = lora
-        # Gaussian as in the paper, with the variance of its code's uniform draw (microsoft/LoRA). The key is folded
-        # from the kernel's, because one more draw from the stream would change every later kernel.
-        self.lora_a = (
-            nnx.LoRAParam(
-                jax.random.normal(jax.random.fold_in(key, 1), (features_in, lora.rank)) / math.sqrt(3 * features_in)
-            )
-            if lora
-            else None
-        )
-        self.lora_b = nnx.LoRAParam(jnp.zeros((lora.rank, features_out))) if lora else None
+        if lora is None:
+            self.lora_a = self.lora_b = None
+        else:
+            # Gaussian as in the paper, with the variance of its code's uniform draw (microsoft/LoRA). The key is folded
+            # from the kernel's, because one more draw from the stream would change every later kernel.
+            draw = jax.random.normal(jax.random.fold_in(key, 1), (features_in, lora.rank))
+            self.lora_a = nnx.LoRAParam(draw / math.sqrt(3 * features_in))
+            self.lora_b = nnx.LoRAParam(jnp.zeros((lora.rank, features_out)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = _rows(x)
@@ -136,19 +134,15 @@ def product(equation: str, x: jax.Array, table: jax.Array) -> jax.Array:
 
     The equation is an einsum's: "...d,dv->...v" or "...d,vd->...v"; x enters it as a matrix.
     """
-    y = summed_in_float32(equation, _rows(x), table.astype(x.dtype))
-    return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-def summed_in_float32(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the float32 einsum of two arrays of one dtype; products, also of its gradients, are in that dtype."""
     # Naming the algorithm keeps the two transposed products in x's dtype as well. Without it they would mix the float32
     # cotangent with a 16-bit operand and run in float32: jax-ml/jax issue 24047.
     algorithms = {
         jnp.dtype(jnp.bfloat16): DotAlgorithmPreset.BF16_BF16_F32,
         jnp.dtype(jnp.float16): DotAlgorithmPreset.F16_F16_F32,
     }
-    return jnp.einsum(equation, x, y, precision=algorithms.get(x.dtype), preferred_element_type=jnp.float32)
+    operands, algorithm = (_rows(x), table.astype(x.dtype)), algorithms.get(x.dtype)
+    y = jnp.einsum(equation, *operands, precision=algorithm, preferred_element_type=jnp.float32)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _rows(x: jax.Array) -> jax.Array:
