@@ -110,11 +110,12 @@ def _directory_files(directory: Path) -> list[Path]:
     rows = [file for file in others if builder_of(file.name) not in (None, "imagefolder") and file.suffix != ".json"]
     kinds = ", ".join(TEXT_SUFFIXES)
     if rows or not files:
-        other = (rows or others or [directory])[0]
+        other = next(iter(rows or others), None)
+        such = "" if other is None else f" such as {other.name}"
         raise UserError(
             f"a directory of text must hold {kinds} files, and no rows; given {directory} with {len(files)} of these "
-            f"and {len(others)} others such as {other.name}: {read_by_datasets(directory, other)}, or name the text by "
-            f"a glob, as {directory}/**/*.txt"
+            f"and {len(others)} others{such}: {read_by_datasets(directory, other)}, or name the text by a glob, as "
+            f"{directory}/**/*.txt"
         )
     if others:
         notice(f"{directory}: reading {len(files)} files ({kinds}), ignoring {len(others)} others")

@@ -238,14 +238,11 @@ class _Side:
     def __init__(self, files: ExitStack, folder: Path | None, side: str, dtype: np.dtype[Any]) -> None:
         self.tokens, self._path = 0, None if folder is None else folder / side
         self._dtypes = {".tokens": dtype, ".bounds": np.dtype("<i8"), ".weights": np.dtype("<f4")}
-        self._files = dict[str, Any]()
-        for kind in self._dtypes:
-            if self._path is None:
-                self._files[kind] = io.BytesIO()
-            else:
-                path = self._path.with_suffix(kind)
+        self._files: dict[str, Any] = {kind: io.BytesIO() for kind in self._dtypes}
+        if self._path is not None:
+            for path in map(self._path.with_suffix, self._dtypes):
                 path.unlink(missing_ok=True)  # not truncated: it may be mapped
-                self._files[kind] = files.enter_context(path.open("wb"))
+                self._files[path.suffix] = files.enter_context(path.open("wb"))
         self._digests = {kind: hashlib.blake2b(digest_size=8) for kind in self._dtypes}
         self._write(".bounds", np.zeros(1))
 

@@ -47,6 +47,13 @@ def values(model):
     return {"/".join(map(str, path)): np.float64(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
+def windows(x, size, stride, fill=0.0):
+    """The windows of padded images: [batch, rows, columns, channels, size, size]."""
+    pad = size // 2
+    x = np.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)), constant_values=fill)
+    return np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(1, 2))[:, ::stride, ::stride]
+
+
 class Plain:
     """A ResNet's logits in float64, and what becomes of its statistics."""
 
@@ -55,11 +62,7 @@ class Plain:
 
     def conv(self, x, name, stride):
         kernel = self.p[f"{name}/kernel"]
-        size, pad = len(kernel), len(kernel) // 2
-        x = np.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-        side = (x.shape[1] - size) // stride + 1
-        places = [slice(i, i + stride * side, stride) for i in range(size)]
-        return sum(x[:, places[i], places[j]][:, :side, :side] @ kernel[i, j] for i in range(size) for j in range(size))
+        return np.einsum("bhwcij,ijco->bhwo", windows(x, len(kernel), stride), kernel)
 
     def norm(self, x, name):
         mean, variance = self.p[f"{name}/mean"], self.p[f"{name}/var"]
@@ -73,13 +76,9 @@ class Plain:
         return x * self.p[f"{name}/scale"] + self.p[f"{name}/bias"]
 
     def stem(self, x):
-        if self.config.stem == "small":
-            return np.maximum(self.norm(self.conv(x, "stem/conv", 1), "stem/norm"), 0)
-        x = np.maximum(self.norm(self.conv(x, "stem/conv", 2), "stem/norm"), 0)
-        x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
-        side = (x.shape[1] - 3) // 2 + 1
-        places = [slice(i, i + 2 * side - 1, 2) for i in range(3)]
-        return np.max([x[:, rows, columns] for rows in places for columns in places], axis=0)
+        is_small = self.config.stem == "small"
+        x = np.maximum(self.norm(self.conv(x, "stem/conv", 1 if is_small else 2), "stem/norm"), 0)
+        return x if is_small else windows(x, 3, 2, fill=-np.inf).max((-1, -2))
 
     def block(self, x, name, stride):
         strides = (1, stride, 1) if self.config.block == "bottleneck" else (stride, 1)
