@@ -67,10 +67,10 @@ def forecast(
             break
         breaches.append(str(each))
         excess -= each.wire_bytes
-    leaves = list[tuple[str, str, bool]]()
+    leaves, named = list[tuple[str, str, bool]](), {each.path for each in parameters or ()}
     for argument in moved.traced.arguments:
         kind = "batch" if argument.number in moved.batch else "other"
-        leaves.append((argument.path, "parameters" if argument in (parameters or ()) else kind, argument.donated))
+        leaves.append((argument.path, "parameters" if argument.path in named else kind, argument.donated))
     held = memory_by_argument(compiled, leaves)
     placing = "no result has its shape, dtype and sharding. Return such a result (out_shardings), or do not donate it."
     signs = (*activations(sent, moved.batch_axes), *symptoms(reading, placing), *_not_donated(compiled, moved))

@@ -104,7 +104,13 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
             compiled = _with_or_without_triton(lowered)
         except jax.errors.JaxRuntimeError as error:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise CompileError(f"XLA did not compile this step: {first}") from error
+            remedy = ""
+            if "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
+                remedy = (
+                    ". Reduce the memory of a device: another strategy, more microbatches (accumulate), "
+                    "rematerialisation, a smaller batch"
+                )
+            raise CompileError(f"XLA did not compile this step: {first}{remedy}") from error
     sizes: Any = compiled.memory_analysis()  # jaxlib's CompiledMemoryStats
     return Compiled(
         text=compiled.as_text() or "",

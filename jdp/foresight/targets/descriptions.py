@@ -97,9 +97,10 @@ def _number(value: object, key: str) -> float:
 
 
 def _check_names(names: Iterable[object], allowed: Sequence[str], what: str) -> None:
-    if unknown := next((name for name in names if name not in allowed), None):
-        hint = nearest(str(unknown), allowed)
-        raise UserError(f"{what} must be one of {', '.join(allowed)}; given {unknown!r}{hint}")
+    for name in names:
+        if name not in allowed:
+            hint = nearest(str(name), allowed)
+            raise UserError(f"{what} must be one of {', '.join(allowed)}; given {name!r}{hint}")
 
 
 _TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\s*("(?:[^"\\]|\\.)*"|[^\s{}]+)|(\}))')
@@ -138,24 +139,14 @@ device_description_str: "{gpu.name}"
 
 def _fields(text: str) -> dict[str, str]:
     """Return the scalars of a text proto by path, `"gpu_device_info.core_count": "132"`, strings without quotes."""
-    path, scalars, at = list[str](), dict[str, str](), 0
-    end = len(text.rstrip())
-    while at < end:
-        token = _TOKEN.match(text, at)
-        if token is None:
-            raise UserError(f"not a text proto: {text[at : at + 60].strip()!r}")
-        opened, name, value, closed = token.groups()
+    path, scalars = list[str](), dict[str, str]()
+    for opened, name, value, closed in _TOKEN.findall(text):
         if opened:
             path.append(opened)
         elif name:
             scalars[".".join((*path, name))] = value.strip('"')
         elif closed:
-            if not path:
-                raise UserError("not a text proto: one } too many")
-            path.pop()
-        at = token.end()
-    if path:
-        raise UserError(f"not a text proto: {path[-1]} is not closed")
+            path = path[:-1]
     return scalars
 
 
@@ -168,7 +159,7 @@ def device_fields(text: str) -> dict[str, str]:
     prefix, scalars = "gpu_device_info.", _fields(text)
     device = {k.removeprefix(prefix): v for k, v in scalars.items() if k.startswith(prefix) and v not in ("0", "NONE")}
     if "core_count" not in device:
-        raise UserError("the text describes no GPU: give XLA's *gpu_target_config.pbtxt")
+        raise UserError("gpu_target_config describes no GPU: give XLA's *gpu_target_config.pbtxt")
     name = scalars.get("device_description_str") or device.get("name", "")
     return {k: v for k, v in device.items() if k not in _SOFTWARE} | {"name": name}
 

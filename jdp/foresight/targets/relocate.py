@@ -118,7 +118,10 @@ def abstract_on(
     if target is not None:
         unit = step.changed(plan=plan, accumulate=microbatches or step.settings.accumulate).loss.batch_unit
         given, rows = rows, -(-rows // unit.rows) * unit.rows
-        notes = (f"{unit.rule(given)}: rounded up to {rows}",) if rows != given else ()
+        rounded = f"{unit.rule(given)}: rounded up to {rows}"
+        if rows >= 2**31:
+            raise UserError(f"{rounded}, but a batch has fewer than 2^31 rows: lower accumulate")
+        notes = (rounded,) if rows != given else ()
 
     def leaf_on(leaf: Any, planned: NamedSharding) -> jax.ShapeDtypeStruct:
         present = getattr(leaf, "sharding", None) if target is None else None

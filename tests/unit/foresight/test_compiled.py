@@ -90,6 +90,15 @@ def test_the_gpu_compilers_refusal_is_one_line():
     assert "\n" not in str(caught.value)
 
 
+def test_a_compiler_without_memory_names_the_remedy():
+    class Large:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
+
+    with pytest.raises(CompileError, match=r"allocating 99 bytes\.\. Reduce the memory of a device: another strategy"):
+        compile_step(Large())
+
+
 @pytest.mark.aot
 def test_programs_are_settled_before_assembly(monkeypatch):
     """So the tests need not assemble them (`tests/support/assembler.py`)."""

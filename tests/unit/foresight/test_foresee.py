@@ -150,6 +150,7 @@ def test_verify_keeps_or_breaks(jdp_command, planned):
 MISTAKES = [
     (("plan", "--target", "h1000:8x8"), "did you mean h100?"),
     (("plan", "--target", "h100:1x8", "--model.attention", "cudnn", "--precision", "fp32"), "takes 16-bit floats"),
+    (("plan", "--target", "h100:1x8", "--train.accumulate", "1000000000"), "fewer than 2^31 rows: lower accumulate"),
     (("plan", "--target", "h100:1x8", "--html", "/no/such/folder/p.html"), "there is no folder"),
     (("plan", "--target", "h100:1x8,h100:2x8", "--html", "page.html"), "a page on one target; given 2"),
 ]
