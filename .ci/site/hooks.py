@@ -41,8 +41,8 @@ API = {
     ),
     "foresight": (
         "Foresight and proof",
-        "jdp.foresee jdp.verify jdp.foresight.forecast.PlanReport jdp.foresight.forecast.Estimate "
-        "jdp.foresight.step_report.StepReport jdp.foresight.verify.Report jdp.foresight.targets.Target jdp.prove",
+        "jdp.foresee jdp.verify jdp.foresight.foresee.PlanReport jdp.foresight.foresee.Estimate "
+        "jdp.foresight.memory.StepReport jdp.foresight.verify.Report jdp.foresight.targets.Target jdp.prove",
     ),
     "faults": ("Faults", "jdp.Deadline jdp.guard"),
     "models": ("Models", "jdp.models"),
@@ -55,9 +55,9 @@ MEMBERS = {
     "jdp.Step": "lower compile",
     "jdp.ValueAndGrad": "check",
     "jdp.Deadline": "step beat during",
-    "jdp.foresight.forecast.PlanReport": "choice why to_json",
-    "jdp.foresight.forecast.Estimate": "memory fits bytes_per_device step_seconds mfu tokens_per_second efficiency",
-    "jdp.foresight.step_report.StepReport": "verdict to_json",
+    "jdp.foresight.foresee.PlanReport": "choice why to_json",
+    "jdp.foresight.foresee.Estimate": "memory fits bytes_per_device step_seconds mfu tokens_per_second efficiency",
+    "jdp.foresight.memory.StepReport": "verdict to_json",
     "jdp.foresight.verify.Report": "theory_wire_bytes_per_device verdict to_json",
     "jdp.foresight.targets.Target": "",
 }

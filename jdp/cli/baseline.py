@@ -24,7 +24,7 @@ from jdp.base.errors import UserError
 from jdp.base.formatting import align_columns, format_bytes, format_seconds
 from jdp.base.toml import brief, cut
 from jdp.core.sharding.axes import factors
-from jdp.foresight.step_report import StepReport
+from jdp.foresight.memory import StepReport
 from jdp.foresight.traffic.contract import TINY, Sent
 
 _SHARE = 0.001  # of all bytes sent; a line that grows by less is never worse

@@ -28,7 +28,7 @@ from jdp.experiment.file import load
 from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 
 if TYPE_CHECKING:
-    from jdp.foresight.forecast import PlanReport
+    from jdp.foresight.foresee import PlanReport
 
 
 @dataclass(frozen=True)

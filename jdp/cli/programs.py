@@ -28,7 +28,7 @@ from jdp.cli.options import UsageError, choose_target_platform, flag_of
 from jdp.experiment.schema.make import users_traceback
 
 if TYPE_CHECKING:
-    from jdp.foresight.step_report import StepReport
+    from jdp.foresight.memory import StepReport
 
 _FUNCTION = re.compile(r"(?P<module>.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
 _DESCRIBED = (

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from jdp.foresight.forecast import PlanReport
+from jdp.foresight.foresee import PlanReport
 
 
 class Progress(Bar):

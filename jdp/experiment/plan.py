@@ -19,8 +19,7 @@ from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import check_for_devices
 from jdp.experiment.schema.experiment import Experiment
-from jdp.foresight.forecast import PlanReport
-from jdp.foresight.foresee import candidates
+from jdp.foresight.foresee import PlanReport, candidates
 from jdp.foresight.memory import HostMemory
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target

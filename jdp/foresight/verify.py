@@ -21,9 +21,8 @@ from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.core.update.muon import exchanged
 from jdp.foresight.any_step.forecast import forecast
-from jdp.foresight.memory import memory
+from jdp.foresight.memory import CPU_PROGRAM, StepReport, caveats_on, json_values, memory, on_target
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, json_values, on_target
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.traffic.contract import (

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from jdp.base.formatting import format_bytes, listed
 from jdp.core.sharding.axes import factors
-from jdp.foresight.forecast import PlanReport
+from jdp.foresight.foresee import PlanReport
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row
 from jdp.foresight.verify import Report
 from jdp.report.curves import learning, legend, others, speed

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jdp.core.sharding.placement import Placement
-    from jdp.foresight.forecast import Estimate
+    from jdp.foresight.foresee import Estimate
 
 Row = Mapping[str, float]
 History = Sequence[Mapping[str, Any]]

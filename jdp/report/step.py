@@ -21,7 +21,7 @@ from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
 from jdp.base.formatting import format_bytes, format_seconds
-from jdp.foresight.forecast import Estimate
+from jdp.foresight.foresee import Estimate
 from jdp.foresight.memory import CLASSES, Memory
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
 from jdp.report.charts import FAINT, INK, PAPER, SETTINGS, chart, inline

@@ -23,9 +23,8 @@ from jdp.core.sharding.placement import Placement, axes_of, bytes_per_device
 from jdp.core.sharding.strategy import strategy
 from jdp.foresight.any_step.relocate import Relocated, move
 from jdp.foresight.any_step.traced import Argument
-from jdp.foresight.memory import memory_by_argument
+from jdp.foresight.memory import CPU_PROGRAM, StepReport, caveats_on, memory_by_argument, on_target
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, on_target
 from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.traffic.contract import TINY, TOLERANCE, activations, collectives_on, sent_by
 from jdp.foresight.traffic.faults import symptoms

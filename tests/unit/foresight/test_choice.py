@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdp.foresight.forecast import Estimate, PlanReport
+from jdp.foresight.foresee import Estimate, PlanReport
 from jdp.foresight.memory import Headroom, Memory
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.traffic.theory import Promise, Theory

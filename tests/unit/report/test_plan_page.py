@@ -9,7 +9,7 @@ import pytest
 import jdp
 from jdp.base import formatting
 from jdp.base.formatting import format_bytes
-from jdp.foresight.forecast import Estimate, PlanReport
+from jdp.foresight.foresee import Estimate, PlanReport
 from jdp.foresight.memory import Headroom, Memory
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
