@@ -98,12 +98,9 @@ def candidates(
 ) -> list[Candidate]:
     """Return the step under each strategy and number of microbatches, with as many rows, rounded up, for all."""
     counts = tuple(accumulate or (step.settings.accumulate,))
-
-    def candidate(count: int, name: str) -> Candidate:
-        other = step.changed(plan=replace(step.plan, strategy=strategy(name).name), accumulate=count)
-        return abstract_on(other, state, batch, target, microbatches=math.lcm(*counts))
-
-    return [candidate(count, name) for count in counts for name in strategies]
+    plans = [replace(step.plan, strategy=strategy(name).name) for name in strategies]
+    steps = [step.changed(plan=plan, accumulate=count) for count in counts for plan in plans]
+    return [abstract_on(each, state, batch, target, microbatches=math.lcm(*counts)) for each in steps]
 
 
 def make_plan_report(
@@ -151,14 +148,11 @@ def count_batch(batch: Batch) -> tuple[int, str]:
     return next(((leaf.size, "tokens") for leaf in named), (batch_rows(batch), "examples"))
 
 
-_SAME_PROGRAM = "with one microbatch, zero1 and zero2 reduce gradients at the same time: they are the same program"
-
-
 def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tuple[str, ...]:
     notes = [note for candidate in candidates for note in candidate.notes]
     notes += [caveat for e in estimates if e.timeline is not None for caveat in e.timeline.caveats]
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
-        notes.append(_SAME_PROGRAM)
+        notes.append("with one microbatch zero1 and zero2 reduce gradients at the same time: they are the same program")
     if any(e.report is not None and e.report.kept is None and (e.report.ratio or 0) > TOLERANCE for e in estimates):
         notes.append(CPU_PROGRAM)
     notes += [f"{e.name}: {e.error}" for e in estimates if e.error is not None]

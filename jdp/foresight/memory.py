@@ -108,16 +108,15 @@ class Memory:
         their way to the host, are not counted.
         """
         needed, available = self.total + self.outside, max(memory_bytes - RESERVED_BYTES, 0)
-        words = f"needs {format_bytes(needed)} of the {format_bytes(memory_bytes)} that a device has"
+        fraction, verdict = None, "fits"
         if needed > available:
-            beside = f"{format_bytes(RESERVED_BYTES)} of it go to the CUDA context and NCCL"
-            return Headroom(False, needed, available, None, f"{words}: does not fit; {beside}")
-        if needed <= DEFAULT_FRACTION * memory_bytes:
-            return Headroom(True, needed, available, None, f"{words}: fits")
-        fraction = min(math.ceil(1000 * needed / memory_bytes) / 1000, 1.0)
-        default = f"jax takes {format_percent(DEFAULT_FRACTION)} of it by default"
-        advice = f"{words}: fits, but {default}: set XLA_CLIENT_MEM_FRACTION={fraction:g}"
-        return Headroom(True, needed, available, fraction, advice)
+            verdict = f"does not fit; {format_bytes(RESERVED_BYTES)} of it go to the CUDA context and NCCL"
+        elif needed > DEFAULT_FRACTION * memory_bytes:
+            fraction = min(math.ceil(1000 * needed / memory_bytes) / 1000, 1.0)
+            default = f"jax takes {format_percent(DEFAULT_FRACTION)} of it by default"
+            verdict = f"fits, but {default}: set XLA_CLIENT_MEM_FRACTION={fraction:g}"
+        words = f"needs {format_bytes(needed)} of the {format_bytes(memory_bytes)} that a device has: {verdict}"
+        return Headroom(needed <= available, needed, available, fraction, words)
 
 
 _LISTED = 8

@@ -24,7 +24,7 @@ from jdp.foresight.any_step.forecast import forecast
 from jdp.foresight.memory import CPU_PROGRAM, StepReport, caveats_on, json_values, memory, on_target
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.targets.relocate import abstract_on
-from jdp.foresight.targets.resolve import Target, check_target, target_of
+from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.traffic.contract import (
     SLACK,
     TOLERANCE,
@@ -111,7 +111,6 @@ def operands(
             f"jdp.{name}(step, state, batch, target)."
         ) from None
     check_state(state, f"jdp.{name}(step, state, batch)", batch)
-    check_target(target)
     if not step.settings.train:
         raise UserError(
             f"jdp.{name} takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."

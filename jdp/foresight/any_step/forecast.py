@@ -25,7 +25,7 @@ from jdp.foresight.any_step.relocate import Relocated, move
 from jdp.foresight.any_step.traced import Argument
 from jdp.foresight.memory import CPU_PROGRAM, StepReport, caveats_on, memory_by_argument, on_target
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.targets.resolve import Target, check_target, target_of
+from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.traffic.contract import TINY, TOLERANCE, activations, collectives_on, sent_by
 from jdp.foresight.traffic.faults import symptoms
 from jdp.foresight.traffic.origin import Parameters, Reading
@@ -43,7 +43,6 @@ def forecast(
     cache: bool = True,
 ) -> StepReport:
     """Compile any jitted step for a target, and report its memory, traffic and schedule. Nothing runs."""
-    check_target(target)
     if not callable(function):
         raise UserError(
             f"The first argument is a step, jdp.verify(step, state, batch); given {described(function)}. Pass the "

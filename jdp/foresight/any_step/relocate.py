@@ -24,8 +24,8 @@ from jdp.core.sharding.axes import DATA, BatchUnit, factors
 from jdp.core.sharding.mesh import following, without_mesh
 from jdp.core.sharding.placement import axes_of, spec_entry
 from jdp.foresight.any_step.traced import Argument, Arguments, Traced, mesh_in, trace
-from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.targets.relocate import MISMATCHES, answered_for, compile_for, lowering_for
+from jdp.foresight.program.compiled import Compiled, compile_step
+from jdp.foresight.targets.relocate import MISMATCHES, answered_for, lowering_for
 from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.traffic.origin import users_line
 
@@ -47,7 +47,7 @@ class Relocated:
         context = jax.set_mesh(self.mesh) if explicit or self.in_context else without_mesh()
         with lowering_for(target.devices[0]), context:
             lowered = self.traced.lower()
-        return compile_for(target, lowered, self.traced.options, cache)
+        return compile_step(lowered, target=target, options=self.traced.options, cache=cache)
 
 
 def move(
@@ -74,7 +74,12 @@ def move(
         if new_sizes != dict(old.shape):
             became = f"{factors(old.shape)} became {factors(new_sizes)}"
             notes = (f"the arguments' mesh {became}; mesh={{axis: size}} changes the sizes", *notes)
-        on_target, in_context = _trace_for(function, arguments.resized(rows), traced if not rows else None, old, mesh)
+        resized = [
+            replace(each, shape=(rows[i], *each.shape[1:])) if i in rows else each
+            for i, each in enumerate(arguments.arrays)
+        ]
+        arguments = replace(arguments, arrays=tuple(resized))
+        on_target, in_context = _trace_for(function, arguments, traced if not rows else None, old, mesh)
         for each in on_target.arguments:
             _check_divides(each, mesh)
         return Relocated(on_target, mesh, batch_axes or (_moving(dict(old.shape), ()),), batch, notes, in_context)

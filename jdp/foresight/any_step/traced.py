@@ -77,13 +77,6 @@ class Arguments:
 
         return cls(tuple(argument(*leaves[slot]) for slot in slots), rebuild)
 
-    def resized(self, rows: Mapping[int, int]) -> Arguments:
-        """Return the same arguments with other numbers of rows: index of an array -> its leading size."""
-        arrays = [*self.arrays]
-        for index, count in rows.items():
-            arrays[index] = replace(arrays[index], shape=(count, *arrays[index].shape[1:]))
-        return replace(self, arrays=tuple(arrays))
-
 
 def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
     try:

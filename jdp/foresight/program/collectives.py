@@ -8,7 +8,7 @@ conditional counts the branch that sends most, an asynchronous pair counts once,
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from jdp.base.link_times import DIRECT, RINGS
 from jdp.foresight.program.module import Instruction, Program, array_bytes, elements, ints, parse, shapes
 
 KINDS = (*RINGS, *DIRECT, "collective-broadcast")
+_CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,15 @@ class Collective:
 
         Payload × `count` × 2(N−1)/N for an all-reduce, 1 for permute and broadcast, else (N−1)/N.
         """
-        n = self.group_size
-        if n == 1:
-            return 0.0
-        if self.kind in ("collective-permute", "collective-broadcast"):
-            return float(self.payload_bytes * self.count)
-        return (2 if self.kind == "all-reduce" else 1) * (n - 1) * self.payload_bytes * self.count / n
+        payload, devices = self.payload_bytes * self.count, self.group_size
+        if devices > 1 and self.kind in ("collective-permute", "collective-broadcast"):
+            return float(payload)
+        return ring_bytes(self.kind, payload, devices)
+
+
+def ring_bytes(kind: str, payload: float, devices: int) -> float:
+    """Return the bytes that each of `devices` sends: 2(N-1)/N of the payload for an all-reduce, else (N-1)/N."""
+    return (2 if kind == "all-reduce" else 1) * payload * (devices - 1) / devices
 
 
 def collectives(text: str | Program) -> list[Collective]:
@@ -83,7 +87,24 @@ def collectives(text: str | Program) -> list[Collective]:
 
     @functools.cache  # computations may be shared
     def of_computation(name: str) -> tuple[Collective, ...]:
-        return tuple(c for step in program[name] for c in _of_instruction(step, program, of_computation))
+        return tuple(c for step in program[name] for c in of_instruction(step))
+
+    def of_instruction(step: Instruction) -> Iterable[Collective]:
+        if step.opcode.endswith("-done") or step.kind not in (*KINDS, *_CALLERS):
+            return []
+        if step.kind in KINDS:
+            return [collective_of(step, program)]
+        if step.kind == "while":
+            trips = step.trip_count
+            tests = trips if trips is None else trips + 1  # the condition is evaluated once more than the body
+            rounds = {"condition": tests, "body": trips}
+            runs = [(rounds[a], c) for a in rounds for name in step.called[a] for c in of_computation(name)]
+            return [replace(c, loops=(times, *c.loops)) for times, c in runs]
+        branches = list(map(of_computation, step.callees))
+        if step.kind == "conditional":
+            return [replace(c, in_conditional=True) for c in max(branches, key=total_wire_bytes)]
+        inside = [c for each in branches for c in each]
+        return [replace(c, name=step.name, is_async=overlaps(step)) for c in inside] if step.is_start else inside
 
     return list(of_computation(program.entry))
 
@@ -99,29 +120,6 @@ def traffic(counted: Iterable[Collective]) -> dict[str, int]:
         if c.group_size > 1:
             totals[c.kind] = totals.get(c.kind, 0) + c.payload_bytes * c.count
     return totals
-
-
-_CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
-
-
-def _of_instruction(
-    step: Instruction, program: Program, of_computation: Callable[[str], tuple[Collective, ...]]
-) -> Iterable[Collective]:
-    if step.opcode.endswith("-done") or step.kind not in (*KINDS, *_CALLERS):
-        return []
-    if step.kind in KINDS:
-        return [collective_of(step, program)]
-    if step.kind == "while":
-        trips = step.trip_count
-        tests = trips if trips is None else trips + 1  # the condition is evaluated once more than the body
-        rounds = {"condition": tests, "body": trips}
-        runs = [(rounds[a], c) for a in rounds for name in step.called[a] for c in of_computation(name)]
-        return [replace(c, loops=(times, *c.loops)) for times, c in runs]
-    branches = list(map(of_computation, step.callees))
-    if step.kind == "conditional":
-        return [replace(c, in_conditional=True) for c in max(branches, key=total_wire_bytes)]
-    inside = [c for each in branches for c in each]
-    return [replace(c, name=step.name, is_async=overlaps(step)) for c in inside] if step.is_start else inside
 
 
 def collective_of(step: Instruction, program: Program) -> Collective:

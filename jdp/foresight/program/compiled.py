@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -28,6 +28,7 @@ from jdp.base.notices import notice
 from jdp.core.compiling.persistent_cache import without_kept_programs
 from jdp.foresight.program.collectives import Collective, collectives
 from jdp.foresight.program.module import Program, parse
+from jdp.foresight.targets.resolve import Target
 
 
 class CompileError(UserError):
@@ -63,11 +64,17 @@ class Compiled:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
 
-def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, described: str = "") -> Compiled:
-    """Compile a lowered step, or find the result in `cache`."""
+def compile_step(
+    lowered: jax.stages.Lowered,
+    *,
+    target: Target | None = None,
+    options: Mapping[str, Any] | None = None,
+    cache: Cache | None = None,
+) -> Compiled:
+    """Compile a step lowered for `target` with compiler `options`, or find the result in `cache`."""
     if cache is None:
         return _compile(lowered)
-    name = f"{_key(lowered, described)}.json.z"
+    name = f"{_key(lowered, target.fingerprint if target else '', str(sorted((options or {}).items())))}.json.z"
     if (stored := cache.load(name, _read_entry)) is not None:
         return stored
     compiled = _compile(lowered)
@@ -79,14 +86,14 @@ def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, des
 _VERSION = "4"  # of an entry's fields
 
 
-def _key(lowered: jax.stages.Lowered, described: str) -> str:
+def _key(lowered: jax.stages.Lowered, *described: str) -> str:
     """Return a hash of the program without its line numbers, of devices, versions and the user's source files in it."""
     located = lowered.as_text(debug_info=True)
     files = [Path(name) for name in sorted(set(re.findall(r'"([^"]+\.py)":\d', located)))]
     own = [file for file in files if file.is_file() and "site-packages" not in file.parts]
     sources = [Cache.key(str(file), file.read_text("utf-8", errors="replace")) for file in own]
-    settings = (version("jax"), version("jaxlib"), _VERSION, os.environ.get("XLA_FLAGS", ""), described)
-    return Cache.key(*settings, lowered.as_text(), *sources)
+    settings = (version("jax"), version("jaxlib"), _VERSION, os.environ.get("XLA_FLAGS", ""))
+    return Cache.key(*settings, *described, lowered.as_text(), *sources)
 
 
 def _read_entry(file: BinaryIO) -> Compiled:

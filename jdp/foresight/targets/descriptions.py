@@ -103,9 +103,6 @@ def _check_names(names: Iterable[object], allowed: Sequence[str], what: str) -> 
             raise UserError(f"{what} must be one of {', '.join(allowed)}; given {name!r}{hint}")
 
 
-_TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\s*("(?:[^"\\]|\\.)*"|[^\s{}]+)|(\}))')
-
-
 def written(gpu: Gpu) -> str:
     """Return `gpu` as the text of XLA's GpuTargetConfigProto."""
     return f"""
@@ -137,9 +134,14 @@ device_description_str: "{gpu.name}"
 """
 
 
-def _fields(text: str) -> dict[str, str]:
-    """Return the scalars of a text proto by path, `"gpu_device_info.core_count": "132"`, strings without quotes."""
-    path, scalars = list[str](), dict[str, str]()
+_TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\s*("(?:[^"\\]|\\.)*"|[^\s{}]+)|(\}))')
+# Fields of the installation, not of the device, or repetitions of other fields.
+_SOFTWARE = ("dnn_version", "driver_version", "runtime_version", "compile_time_toolkit_version", "name")
+
+
+def device_fields(text: str) -> dict[str, str]:
+    """Return the fields of the device without zeros, which XLA does not write; `name` is jax's name for the device."""
+    prefix, path, scalars = "gpu_device_info.", list[str](), dict[str, str]()
     for opened, name, value, closed in _TOKEN.findall(text):
         if opened:
             path.append(opened)
@@ -147,16 +149,6 @@ def _fields(text: str) -> dict[str, str]:
             scalars[".".join((*path, name))] = value.strip('"')
         elif closed:
             path = path[:-1]
-    return scalars
-
-
-# Fields of the installation, not of the device, or repetitions of other fields.
-_SOFTWARE = ("dnn_version", "driver_version", "runtime_version", "compile_time_toolkit_version", "name")
-
-
-def device_fields(text: str) -> dict[str, str]:
-    """Return the fields of the device without zeros, which XLA does not write; `name` is jax's name for the device."""
-    prefix, scalars = "gpu_device_info.", _fields(text)
     device = {k.removeprefix(prefix): v for k, v in scalars.items() if k.startswith(prefix) and v not in ("0", "NONE")}
     if "core_count" not in device:
         raise UserError("gpu_target_config describes no GPU: give XLA's *gpu_target_config.pbtxt")

@@ -5,11 +5,10 @@ Before jax traces fused attention it checks this machine's GPU and cuDNN, which 
 because the program's calls `__cudnn$fmha...` are resolved at run time.
 """
 
-import contextlib
 import threading
 import warnings
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +54,7 @@ class Candidate:
 
     def compile(self, target: Target, cache: Cache | None = None) -> Compiled:
         """Compile the step for `target`, whose devices its mesh is made of, or find the result in `cache`."""
-        return compile_for(target, self.lower(), self.step.compiler_options, cache)
-
-
-def compile_for(
-    target: Target, lowered: jax.stages.Lowered, options: Mapping[str, Any], cache: Cache | None
-) -> Compiled:
-    """Compile a lowered step for a target, or find the result in `cache`."""
-    words = [f"{name}={value!r}" for name, value in sorted(options.items())]
-    return compile_step(lowered, cache=cache, described="\n".join([target.fingerprint, *words]))
+        return compile_step(self.lower(), target=target, options=self.step.compiler_options, cache=cache)
 
 
 MISMATCHES = ("incompatible devices", "cannot change the size of the mesh", "should match the mesh")
@@ -152,7 +143,7 @@ def answered_for(device: Device | None) -> Generator[None]:
         "check_compute_capability": lambda least: capability >= _parts(least),
         "is_cuda_compute_capability_equal": lambda other: capability == _parts(other),
     }
-    with _LOCK, contextlib.ExitStack() as patches:
+    with _LOCK, ExitStack() as patches:
         for name, answer in answers.items():
             if hasattr(attention, name):
                 patches.callback(setattr, attention, name, getattr(attention, name))

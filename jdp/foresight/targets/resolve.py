@@ -216,13 +216,10 @@ def _tpu_target(name: str, kind: str, shape: str) -> Target:
     return Target(kind, hosts, len(devices) // hosts, devices, chip.memory_bytes, named, chip, shape=shape)
 
 
-def check_target(named: object) -> None:
-    if named is not None and not isinstance(named, str | Target):
-        raise UserError(f'A target is text such as "h100:1x8" or "cpu:8"; given {described(named)}. Pass such a name.')
-
-
 def target_of(named: str | Target | None, state: PyTree = None) -> Target:
     """Return the named target; else the devices of `state`; else all devices of this cluster."""
+    if named is not None and not isinstance(named, str | Target):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f'A target is text such as "h100:1x8" or "cpu:8"; given {described(named)}. Pass such a name.')
     if named is not None:
         return target(named) if isinstance(named, str) else named
     mesh = mesh_of(state)

@@ -1,6 +1,6 @@
 """The matrix products of a compiled program: in dots, convolutions, calls of libraries, and fused attention.
 
-They are also inside fusions and calls. The sizes of a library's product (cuBLAS, cuDNN, oneDNN) follow from shapes.
+They are also inside fusions and calls. The sizes of a library's product (cuBLAS, cuDNN) follow from shapes.
 
 Fused attention is a call to cuDNN. Per score (a query and a key that it sees) and element of a head, the forward pass
 multiplies and adds twice: q·k, p·v. The backward pass does so five times: the scores again, and the gradients of p, v,
@@ -36,7 +36,7 @@ class Product:
         return 2 * self.batch * self.m * self.n * self.k
 
 
-LIBRARY_PRODUCTS = ("__cublas$", "__onednn$matmul", "__cudnn$conv")
+LIBRARY_PRODUCTS = ("__cublas$", "__cudnn$conv")
 
 
 def products(step: Instruction, computation: str, program: Program) -> Iterator[Product]:

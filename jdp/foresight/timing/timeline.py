@@ -71,10 +71,9 @@ class Timeline:
 class TimedOp(NamedTuple):
     """One instruction, timed."""
 
-    # "kernel", "start", "done", "sync" (a synchronous collective), "host start" and "host sync" (a copy from or to host
-    # memory), "loop", "call" or "branch"
-    kind: str
+    kind: str  # "run", "start" and "done" of an asynchronous operation, "loop" (also a call), "branch"
     step: Instruction
+    lane: str = ""  # of a run or a start
     seconds: float = 0.0  # on its lane
     bytes: float = 0.0  # memory traffic of a kernel, payload of a collective or copy
     cost: KernelCost = KernelCost()  # of a kernel
@@ -83,8 +82,6 @@ class TimedOp(NamedTuple):
 
 
 COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
-LANES = {"kernel": COMPUTE, "start": COMMUNICATION, "sync": COMMUNICATION, "host start": HOST, "host sync": HOST}
-"""Kind of operation -> its lane."""
 
 
 class Schedule:
@@ -117,29 +114,29 @@ class Schedule:
             return TimedOp("done", step)
         if collectives := tuple(self._collectives(step)):
             duration, payload = (sum(column) for column in zip(*collectives, strict=True))
-            return TimedOp("start" if overlaps(step) else "sync", step, duration, payload)
+            return TimedOp("start" if overlaps(step) else "run", step, COMMUNICATION, duration, payload)
+        if step.kind == "while" and step.trip_count is not None:
+            return TimedOp("loop", step, inner=step.called["body"], trips=step.trip_count)
         if step.kind == "while":
-            if step.trip_count is not None:
-                return TimedOp("loop", step, inner=step.called["body"], trips=step.trip_count)
             self._warn("a loop of unknown length is counted once", step)
             return TimedOp("loop", step, inner=(*step.called["condition"], *step.called["body"]))
         if step.kind == "conditional":
             self._warn("a conditional counts its longest branch", step)
             return TimedOp("branch", step, inner=step.callees)
         if step.kind == "call":
-            return TimedOp("call", step, inner=step.callees)
+            return TimedOp("loop", step, inner=step.callees)
         copies = is_host_copy(step, computation, self.program)
         if copies and self._chip.host_bandwidth is not None:
             moved = cost(step, computation, self.program).bytes / 2  # each byte is read and written
             rate = self._chip.host_bandwidth * self._chip.host_efficiency
-            return TimedOp("host start" if step.is_start else "host sync", step, moved / rate, moved)
+            return TimedOp("start" if step.is_start else "run", step, HOST, moved / rate, moved)
         if copies or step.kind in ("send", "recv", "infeed", "outfeed"):
             self._warn("transfers to or from the host are timed as if they stayed on the device", step)
         if (target := unknown_work(step)) is not None:
             self._warn(f"the work inside {target} is unknown: timed by its bytes alone", step)
         work = cost(step, computation, self.program)
         duration = seconds(work, self._chip, self._model)
-        return TimedOp("kernel", step, duration, work.bytes, work) if work.launches else None
+        return TimedOp("run", step, COMPUTE, duration, work.bytes, work) if work.launches else None
 
     def _collectives(self, step: Instruction) -> Iterator[tuple[float, float]]:
         """Yield (seconds, payload bytes) of an instruction's collectives."""
@@ -159,7 +156,7 @@ class Schedule:
     def executed(self, computation: str, times: int = 1) -> Iterator[tuple[TimedOp, int]]:
         """Yield the operations of `times` executions, and how often each runs; conditionals run the longest branch."""
         for op in self.operations(computation):
-            if op.kind not in ("loop", "call", "branch"):
+            if op.kind not in ("loop", "branch"):
                 yield op, times
                 continue
             for name in (self.longest_branch(op),) if op.kind == "branch" else op.inner:
@@ -169,7 +166,7 @@ class Schedule:
         """Return lane -> busy seconds of one execution, without overlap."""
         lanes = Counter[str]()
         for op, times in self.executed(computation):
-            lanes[LANES.get(op.kind, "")] += op.seconds * times  # pyright: ignore[reportArgumentType]
+            lanes[op.lane] += op.seconds * times  # pyright: ignore[reportArgumentType]
         return lanes
 
     def longest_branch(self, op: TimedOp) -> str:
@@ -217,7 +214,7 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
     schedule = Schedule(program, target, model)
     busy, parts, flops = schedule.busy(program.entry), Counter[str](), 0
     for op, times in schedule.executed(program.entry):
-        if op.kind == "kernel":
+        if op.lane == COMPUTE:
             parts[_part(op)] += op.seconds * times  # pyright: ignore[reportArgumentType]
             flops += op.cost.flops * times
     walk = _Walk(schedule)
@@ -261,18 +258,14 @@ class _Walk:
                     self._loop(op)
                 case "branch":
                     self.computation(self.schedule.longest_branch(op))
-                case "call":
-                    for inner in op.inner:
-                        self.computation(inner)
                 case _:
-                    lane = LANES[op.kind]
-                    begin = max(self.free[COMPUTE], self.free[lane])
-                    self._record(op, lane, begin, op.seconds)
-                    self.free[lane] = begin + op.seconds
-                    if op.kind.endswith("start"):
-                        pending[op.step.name] = (lane, self.free[lane])
+                    begin = max(self.free[COMPUTE], self.free[op.lane])
+                    self._record(op, op.lane, begin, op.seconds)
+                    self.free[op.lane] = begin + op.seconds
+                    if op.kind == "start":
+                        pending[op.step.name] = (op.lane, self.free[op.lane])
                     else:
-                        self.wait(lane, self.free[lane])
+                        self.wait(op.lane, self.free[op.lane])
 
     def wait(self, lane: str, until: float) -> None:
         """Make compute wait for an operation of `lane` that ends at `until`."""

@@ -30,8 +30,6 @@ from jdp.foresight.traffic.theory import Promise, Theory
 
 _MENTIONED = 0.002  # of theory: a fault that explains less gets no sentence, unless none explains more
 
-_COMPLETE = "Use an elementwise optimizer, or jdp.muon, which divides the matrices among the devices."
-
 
 class Reason(NamedTuple):
     """The fault of a tensor."""
@@ -163,7 +161,8 @@ class _Judge:
             return None
         # XLA may join an update's collective with that of the working copy, which is narrower.
         if UPDATE in (c.op_name or "") and bits(piece.dtype) >= 32 and piece.payload_bytes > TINY:
-            return Reason("the optimizer's update computes with complete arrays", _COMPLETE)
+            remedy = "Use an elementwise optimizer, or jdp.muon, which divides the matrices among the devices."
+            return Reason("the optimizer's update computes with complete arrays", remedy)
         if not parameters:
             words = "no parameter has this shape, so these are activations or parts of the batch"
             return Reason(words, self._keep_local())

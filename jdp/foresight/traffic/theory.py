@@ -40,13 +40,8 @@ from jdp.core.sharding.placement import Placement, shards
 from jdp.core.state import Static
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import PyTree
+from jdp.foresight.program.collectives import ring_bytes
 from jdp.foresight.traffic.origin import BatchStatistics
-
-
-def ring_bytes(kind: str, payload: float, devices: int) -> float:
-    """Return the bytes that each of `devices` sends: 2(N-1)/N of the payload for an all-reduce, else (N-1)/N."""
-    return (2 if kind == "all-reduce" else 1) * payload * (devices - 1) / devices
-
 
 Leaf = tuple[int, Placement]
 """The elements of a parameter on a device, and its placement."""

@@ -62,11 +62,14 @@ def test_jax_keeps_no_described_programs(tmp_path):
         reset_cache()
 
 
-@pytest.mark.parametrize(("shape", "described"), [({"scale": 3.0}, ""), ({"size": 16}, ""), ({}, "another chip")])
-def test_another_content_is_compiled(tmp_path, shape, described):
+@pytest.mark.parametrize(
+    ("shape", "given"),
+    [({"scale": 3.0}, {}), ({"size": 16}, {}), ({}, {"target": target("cpu:2")}), ({}, {"options": {"a": 1}})],
+)
+def test_another_content_is_compiled(tmp_path, shape, given):
     cache = Cache(tmp_path)
     compile_step(lowered(), cache=cache)
-    assert not compile_step(lowered(**shape), cache=cache, described=described).cached
+    assert not compile_step(lowered(**shape), cache=cache, **given).cached
 
 
 @pytest.mark.parametrize("damage", [b"not zlib", zlib.compress(b'{"text": ""}')])
