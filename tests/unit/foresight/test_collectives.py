@@ -14,25 +14,16 @@ from jdp.foresight.targets.resolve import target
 pytestmark = pytest.mark.aot
 
 
-F32, BF16 = jnp.float32, jnp.bfloat16
+F32, BF16, ROWS = jnp.float32, jnp.bfloat16, P("data")
 ON_BOTH = pytest.mark.parametrize("where", ["h100:1x8", "cpu:8"])
 
 
-def compiled(mesh, f, in_specs, out_specs, *arrays) -> str:
-    """The text of `f` under shard_map; `arrays` are (global shape, dtype), sharded as `in_specs` say."""
-    step = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
-    args = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for (shape, dtype), spec in zip(arrays, in_specs, strict=True)
-    ]
-    return step.lower(*args).compile().as_text()
-
-
-def mesh_of(where: str, *shape: int, axes=("data",)) -> Mesh:
-    return Mesh(np.array(target(where).devices).reshape(shape or (-1,)), axes)
-
-
-# One collective each: x is [64, 128] over 8 devices, so 1024 elements a device, 8192 in all.
+def compiled(where, f, in_spec=ROWS, out_spec=ROWS, dtype=F32) -> str:
+    """The text of `f` on an array [64, 128]: 1024 elements a device, 8192 in all."""
+    mesh = Mesh(np.array(target(where).devices), "data")
+    step = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_spec, out_specs=out_spec, check_vma=False))
+    x = jax.ShapeDtypeStruct((64, 128), dtype, sharding=NamedSharding(mesh, in_spec))
+    return step.lower(x).compile().as_text()
 
 
 def psum(x):
@@ -56,7 +47,7 @@ PROGRAMS = [  # function, in, out, kind, payload in elements, share of the paylo
 @pytest.mark.parametrize(("f", "ins", "outs", "kind", "elements", "share"), PROGRAMS)
 @pytest.mark.parametrize(("where", "dtype"), [("h100:1x8", F32), ("h100:1x8", BF16), ("cpu:8", F32)])
 def test_bytes_of_one_collective(where, dtype, f, ins, outs, kind, elements, share):
-    [found] = collectives(compiled(mesh_of(where), f, (ins,), outs, ((64, 128), dtype)))
+    [found] = collectives(compiled(where, f, ins, outs, dtype))
     payload = elements * jnp.dtype(dtype).itemsize
     assert (found.kind, found.payload_bytes, found.count, found.caveats) == (kind, payload, 1, ())
     assert found.dtype == {F32: "f32", BF16: "bf16"}[dtype]
@@ -65,34 +56,12 @@ def test_bytes_of_one_collective(where, dtype, f, ins, outs, kind, elements, sha
 
 
 @ON_BOTH
-@pytest.mark.parametrize(
-    ("axes", "groups"),
-    [
-        ("data", ((0, 1, 2, 3), (4, 5, 6, 7))),
-        ("replica", ((0, 4), (1, 5), (2, 6), (3, 7))),
-        (("replica", "data"), (tuple(range(8)),)),
-    ],
-)
-def test_groups_on_a_two_dimensional_mesh(where, axes, groups):
-    mesh = mesh_of(where, 2, 4, axes=("replica", "data"))
-    spec = P(("replica", "data"))
-    text = compiled(mesh, lambda x: lax.psum(x, axes), (spec,), P(), ((64, 128), F32))
-    [found] = collectives(text)
-    n = len(groups[0])
-    assert (found.groups, found.group_size) == (groups, n)
-    assert found.wire_bytes == 2 * (n - 1) / n * 4096
-
-
-@ON_BOTH
 def test_trip_counts_multiply_through_nested_loops(where):
     def outer(x, _):
         x = lax.scan(lambda x, _: (jnp.sin(psum(x)), None), x, None, length=5)[0]
         return all_gather(x)[:8], None
 
-    text = compiled(
-        mesh_of(where), lambda x: lax.scan(outer, x, None, length=3)[0], (P("data"),), P("data"), ((64, 128), F32)
-    )
-    inner, gather = collectives(text)
+    inner, gather = collectives(compiled(where, lambda x: lax.scan(outer, x, None, length=3)[0]))
     assert (inner.kind, inner.loops, inner.count) == ("all-reduce", (3, 5), 15)
     assert (gather.kind, gather.loops, gather.count) == ("all-gather", (3,), 3)
     assert traffic([inner, gather]) == {"all-reduce": 15 * 4096, "all-gather": 3 * 32768}
@@ -104,7 +73,7 @@ def test_an_unknown_trip_count_is_one(where):
     def until(x):
         return lax.while_loop(lambda x: jnp.sum(x) < 10, psum, x)
 
-    [found] = collectives(compiled(mesh_of(where), until, (P("data"),), P("data"), ((64, 128), F32)))
+    [found] = collectives(compiled(where, until))
     assert (found.loops, found.count) == ((None,), 1)
     assert found.caveats == ("inside a loop of unknown trip count: counted once",)
 
@@ -114,6 +83,6 @@ def test_a_conditional_counts_its_larger_branch(where):
     def by_predicate(x):
         return lax.cond(x[0, 0] > 0, psum, lambda x: all_gather(x)[:8], x)
 
-    [found] = collectives(compiled(mesh_of(where), by_predicate, (P("data"),), P("data"), ((64, 128), F32)))
+    [found] = collectives(compiled(where, by_predicate))
     assert (found.kind, found.payload_bytes) == ("all-gather", 32768)
     assert found.caveats == ("inside a conditional: the branch that sends most is counted",)

@@ -21,45 +21,21 @@ def lowered(scale: float = 2.0, size: int = 8):
     return jax.jit(lambda x: x @ x * scale).lower(jax.ShapeDtypeStruct((size, size), jnp.float32))
 
 
-def test_sizes_are_those_of_the_program():
-    found = compile_step(lowered())
-    assert (found.argument_bytes, found.output_bytes, found.alias_bytes) == (256, 256, 0)
-    assert found.total_bytes == 512 + found.temp_bytes
-    assert found.collectives == [] and found.program.devices == 1 and found.seconds > 0
-
-
-def test_the_second_time_it_comes_from_disk(tmp_path):
-    cache = Cache(tmp_path)
-    program = lowered()
-    first, second = compile_step(program, cache=cache), compile_step(program, cache=cache)
-    assert (first.cached, second.cached) == (False, True)
-    assert (second.text, second.total_bytes, second.warnings) == (first.text, first.total_bytes, first.warnings)
-
-
 @pytest.mark.aot
 def test_jax_keeps_no_described_programs(tmp_path):
     """It could not read again what is compiled for described devices, and warns of that, here an error."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
-        jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))  # until the end of this file: `kept_programs`
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     reset_cache()
-    try:
-        mesh = Mesh(target("h100:1x2").devices, "data")
-        sharding = NamedSharding(mesh, PartitionSpec("data"))
-        x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
-        for _ in range(2):
-            assert compile_step(jax.jit(lambda x: x * 2.5).lower(x)).output_bytes == 128
-            options._accepted.cache_clear()
-            assert options.Compiler.of("overlap").for_mesh(mesh)  # options are tried before they are given
-        assert not list(tmp_path.iterdir())
-        assert compile_step(lowered()).output_bytes == 256 and not list(tmp_path.iterdir())
-        lowered().compile()
-        assert list(tmp_path.iterdir())  # JAX keeps other programs as before
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        reset_cache()
+    mesh = Mesh(target("h100:1x2").devices, "data")
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    for _ in range(2):
+        assert compile_step(jax.jit(lambda x: x * 2.5).lower(x)).output_bytes == 128
+        options._accepted.cache_clear()
+        assert options.Compiler.of("overlap").for_mesh(mesh)  # options are tried before they are given
+    assert compile_step(lowered()).output_bytes == 256 and not list(tmp_path.iterdir())
+    lowered().compile()
+    assert list(tmp_path.iterdir())  # JAX keeps other programs as before
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,3 @@ def test_more_bytes_are_never_faster(name, kind):
     for members in ((0, 1), tuple(range(8)), (0, 8), (0, 1, 8, 9), tuple(range(32))):
         times = [collective_cost(kind, size, groups_for(kind, *members), cluster).seconds for size in sizes]
         assert all(a <= b for a, b in itertools.pairwise(times))
-
-
-def test_a_cluster_with_slower_cards_and_longer_hops(tmp_path):
-    path = tmp_path / "cluster.toml"
-    path.write_text('like = "h100"\nnetwork_bandwidth_gb_s = 25\nnetwork_latency_us = 10\n')
-    cost = collective_cost("all-gather", GIB, ((0, 1),), target(f"{path}:2x1"))
-    assert cost.latency_seconds == pytest.approx((8.4 + 14 + 2 * 10) * US)  # Simple waits twice: data, then its flush
-    assert cost.wire_seconds == pytest.approx(GIB / 2 / (0.96 * 25e9))

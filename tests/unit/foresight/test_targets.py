@@ -139,6 +139,7 @@ def test_a_cluster_file_changes_a_known_gpu(tmp_path):
         name = "H100 of ours"
         memory_gib = 64
         network_bandwidth_gb_s = 12.5
+        network_latency_us = 10
         matmul_tflops = { bf16 = 756 }
         """,
         "2x4",
@@ -147,7 +148,7 @@ def test_a_cluster_file_changes_a_known_gpu(tmp_path):
     assert (found.hosts, found.per_host, len(found.devices)) == (2, 4, 8)
     assert found.description == found.devices[0].device_kind == "H100 of ours"
     assert found.memory_bytes == chip.memory_bytes == 64 * GIB
-    assert (chip.network_bandwidth, chip.matmul_flops["bf16"]) == (12.5e9, 756e12)
+    assert (chip.network_bandwidth, chip.network_latency, chip.matmul_flops["bf16"]) == (12.5e9, 10 * 1e-6, 756e12)
     assert (chip.link_bandwidth, chip.matmul_flops["f32"]) == (h100.link_bandwidth, h100.matmul_flops["f32"])
     assert h100.matmul_flops["bf16"] == 989.4e12  # the table is as it was
     assert str(found) == f"{tmp_path / 'cluster.toml'}:2x4"

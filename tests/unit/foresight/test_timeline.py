@@ -129,10 +129,6 @@ def test_communication_without_computation_is_exposed():
         result = simulated([("compute", LONG), *alone, ("compute", LONG)])
         assert result.step_seconds == pytest.approx(2 * copy_seconds(LONG) + gather_seconds())
         assert result.exposed_fraction == pytest.approx(1)
-    work = [START, ("start", "b", SHARD), ("compute", SHORT), DONE, ("compute", SHORT), ("done", "b")]
-    shared = simulated(work)  # two collectives share the lane
-    assert shared.exposed_seconds == pytest.approx(2 * gather_seconds() - 2 * copy_seconds(SHORT))
-    same(shared, work)
 
 
 def test_a_loop_of_unknown_length_counts_once():

@@ -207,14 +207,6 @@ def test_gradients_rounded_to_bf16_differ(monkeypatch):
 
 
 @pytest.mark.rest
-def test_quick_is_one_run():
-    proof = run(steps=2, devices=2, quick=True)
-    assert proof.equal and largest(proof) < ROOM, str(proof)
-    assert [each.name for each in proof.runs] == ["resume after step 1: zero3 2 devices K=1, onto zero2 2 devices K=2"]
-    assert proof.skipped["--quick"].startswith("the 16 other runs") and "LLVM's optimisations off" in str(proof)
-
-
-@pytest.mark.rest
 def test_rows_that_do_not_divide_are_listed():
     def twelve(index):
         return {name: rows[:12] for name, rows in batches(index).items()}
