@@ -229,7 +229,7 @@ def test_bounds_by_bytes_and_by_parameters():
     broken = jdp.verify(step, w, x, against=100)
     assert not broken.kept
     assert "of the 100 B that were given" in str(broken)
-    assert broken.breaches[0].startswith("all-reduce of f32[4, 64], at ")
+    assert broken.breaches[0].startswith(f"all-reduce of f32[4, 64], at {source_line(closing_over, 'jax.lax.psum')} ")
     wanted = {
         params: jdp.verify(step, w, x, against="ddp", params=params).bound_wire_bytes_per_device
         for params in (0, "w", "w*")

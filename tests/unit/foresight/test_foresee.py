@@ -192,5 +192,5 @@ def test_from_python_around_ones_own_model(folder, monkeypatch):
     assert [o.tokens for o in forecast.estimates] == [32 * 64] * 2, "the same batch for every candidate"
     assert any("given 16: rounded up to 32" in note for note in forecast.notes)
     assert step.plan.strategy == "zero3" and step.partitioning is None, "the step itself is left alone"
-    with pytest.raises(ValueError, match="training step"):
+    with pytest.raises(ValueError, match=r"jdp\.foresee takes a training step .*; given an evaluation step"):
         jdp.foresee(jdp.make_eval_step(own_loss, plan, check_loss=False), state, batch, "h100:1x8")

@@ -91,10 +91,3 @@ def test_one_device_sends_nothing():
     assert (report.wire_bytes_per_device, report.theory_wire_bytes_per_device, report.ratio) == (0, 0, 0)
     assert (report.collectives, report.rows) == ((), ())
     assert "nothing is sent" in str(report)
-
-
-def test_an_evaluation_step_has_no_contract():
-    step, state, batch = made()
-    words = r"jdp\.verify takes a training step \(jdp\.make_train_step\); given an evaluation step"
-    with pytest.raises(ValueError, match=words):
-        verify(jdp.make_eval_step(loss_fn, step.plan, check_loss=False), state, batch)
