@@ -166,17 +166,13 @@ def _trace_for(
     in_context = not jax.sharding.get_abstract_mesh().empty
     exchange = Exchange(old, mesh)
     located = replace(arguments, arrays=tuple(exchange.argument(each) for each in arguments.arrays))
-
-    def program(in_target: bool) -> Traced:
-        if not in_target:
-            return exchange.program(traced or trace(function, arguments))
-        with following(mesh):
-            return exchange.program(trace(function, located))
-
     reasons = list[ValueError]()
     for in_target in (in_context, not in_context):
         try:
-            return program(in_target), in_target
+            if not in_target:
+                return exchange.program(traced or trace(function, arguments)), False
+            with following(mesh):
+                return exchange.program(trace(function, located)), True
         except ValueError as error:
             if not isinstance(error, OtherSize) and not any(sign in str(error) for sign in MISMATCHES):
                 raise

@@ -110,7 +110,6 @@ class Row:
     # this kind alone is within bounds: the tolerance for a promised kind, the slack for any other; an all-reduce may
     # also send the gradients that the plan leaves unsharded
     kept: bool
-    count: int = 0  # collectives of more than a few bytes in a step
 
     @property
     def ratio(self) -> float | None:
@@ -177,12 +176,11 @@ def _row(kind: str, collectives: Iterable[MeshCollective], promised: Theory | No
     if promised is None:
         return Row(kind, 0.0, payload, looped, wire, 0.0, kept=True)
     promises, planned = promised.of_kind(kind), promised.unsharded.wire_bytes if kind == "all-reduce" else 0.0
-    count = sum(each.collective.count for each in same if each.collective.payload_bytes > TINY)
     if not promises:
-        return Row(kind, 0.0, payload, looped, wire, 0.0, wire <= SLACK * promised.wire_bytes + planned, count)
+        return Row(kind, 0.0, payload, looped, wire, 0.0, wire <= SLACK * promised.wire_bytes + planned)
     expected = sum(promise.wire_bytes for promise in promises)
     kept = wire <= TOLERANCE * (expected + planned)
-    return Row(kind, promised.payload_bytes[kind], payload, looped, wire, expected, kept, count)
+    return Row(kind, promised.payload_bytes[kind], payload, looped, wire, expected, kept)
 
 
 # The traffic tensor by tensor.
