@@ -111,7 +111,6 @@ def make_plan_report(
     cache: bool = True,
     progress: OnProgress | None = None,
 ) -> PlanReport:
-    """Compile every candidate for `target`."""
     progress = progress or (lambda done, total, name: None)
     store, estimates = Cache.usual(cache), list[Estimate]()
     count, unit = (tokens, "tokens") if tokens else count_batch(candidates[0].batch)

@@ -55,8 +55,6 @@ class Headroom:
 
 @dataclass(frozen=True)
 class HeldArgument:
-    """An argument on one device."""
-
     path: str  # in the call: "params/layers/kernel"
     bytes: int  # of its shard in the program
     donated: bool = False  # a result may take its memory

@@ -5,9 +5,6 @@ They take 2Ψ bytes for 16-bit weights, 2Ψ for 16-bit gradients, and 12Ψ for t
 variance). N devices share the optimizer's part (stage 1), also the gradients (2), and also the weights (3). jdp stores
 it differently (`jdp_bytes`). The fp32 master weights are the parameters, sharded at rest in every stage. The 16-bit
 weights are a working copy within a step, and gradients are summed in fp32 by default. `memory.py` adds activations.
-
-Popular tables often print 210 GB for ZeRO-2 with 70B parameters on 8 devices at 2 + 2 + 8 bytes. The sum is
-140 + (140 + 560) / 8 = 227.5 GB: 210 leaves out the gradients' eighth.
 """
 
 from dataclasses import dataclass

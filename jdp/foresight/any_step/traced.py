@@ -49,8 +49,6 @@ class Argument:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a call."""
-
     arrays: tuple[Argument, ...]
     # builds the positional arguments from as many other arrays
     rebuild: Callable[[Sequence[Any]], tuple[Any, ...]] = field(repr=False)
@@ -102,8 +100,6 @@ def _sharding(leaf: Any, path: str) -> NamedSharding | None:
 
 @dataclass(frozen=True)
 class Traced:
-    """A jitted function's program."""
-
     name: str  # the function's
     closed: core.ClosedJaxpr = field(repr=False)
     arguments: tuple[Argument, ...]  # one for each of the jaxpr's inputs

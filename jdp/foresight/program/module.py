@@ -15,8 +15,6 @@ from jdp.base.errors import UserError
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
-
     name: str  # without "%"
     type: str  # the result's type as printed, such as "f32[8,4]{1,0}" or "(f32[], bf16[16,3])"
     opcode: str  # as printed, such as "fusion", "dot", "all-gather-start"
@@ -94,8 +92,6 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """An XLA module."""
-
     entry: str  # name of the computation that runs
     computations: dict[str, tuple[Instruction, ...]] = field(repr=False)  # in schedule order
     devices: int  # partitions × replicas

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jdp.foresight.program.module import Instruction, Program, bits
+from jdp.foresight.program.module import Instruction, Program, bits, ints
 
 Shape = tuple[str, tuple[int, ...]]  # element type, dimensions
 
@@ -44,8 +44,8 @@ def products(step: Instruction, computation: str, program: Program) -> Iterator[
     operands = _operands(step, computation, program)
     if step.opcode in ("dot", "scaled-dot"):
         (left_type, left), (right_type, right) = operands[:2]
-        batch = math.prod(left[d] for d in _dims(step, "lhs_batch_dims"))
-        k = math.prod(left[d] for d in _dims(step, "lhs_contracting_dims"))
+        batch = math.prod(left[d] for d in ints(step.attribute("lhs_batch_dims") or ""))
+        k = math.prod(left[d] for d in ints(step.attribute("lhs_contracting_dims") or ""))
         m, n = (math.prod(shape) // max(1, batch * k) for shape in (left, right))
         yield Product(batch, m, n, k, *_arithmetic(step, left_type, right_type))
     elif step.opcode == "convolution":
@@ -65,10 +65,6 @@ def custom_call_target(step: Instruction) -> str:
 
 def _operands(step: Instruction, computation: str, program: Program) -> list[Shape]:
     return [shape for name in step.operands for shape in program.by_name[computation][name].shapes[:1]]
-
-
-def _dims(step: Instruction, attribute: str) -> list[int]:
-    return [int(d) for d in re.findall(r"\d+", step.attribute(attribute) or "")]
 
 
 _ALGORITHM = re.compile(r"\balgorithm=dot_(any_f8|[a-z]+\d+)_\w+?(?:_x(\d))?\b")
@@ -176,7 +172,7 @@ def attention(step: Instruction, computation: str, program: Program) -> Attentio
     sizes = re.search(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]', step.line)
     if sizes is None or len(operands) < 3:
         return None
-    batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", sizes[1]))
+    batch, heads, queries, keys = ints(sizes[1])
     window = re.search(r'"sliding_window_length":\s*"?(\d+)', step.line)
     return Attention(
         heads=batch * heads,

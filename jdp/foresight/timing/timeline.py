@@ -30,8 +30,6 @@ _STEADY = 1e-9  # relative difference below which two rounds take equally long
 
 @dataclass(frozen=True)
 class Event:
-    """One operation on one lane."""
-
     name: str  # the instruction
     lane: str  # "compute", "communication" or "host"
     start: float  # since the step began
@@ -69,8 +67,6 @@ class Timeline:
 
 
 class TimedOp(NamedTuple):
-    """One instruction, timed."""
-
     kind: str  # "run", "start" and "done" of an asynchronous operation, "loop" (also a call), "branch"
     step: Instruction
     lane: str = ""  # of a run or a start
@@ -239,8 +235,6 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
 
 
 class _Walk:
-    """The state of the simulation."""
-
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.free: dict[str, float] = {COMPUTE: 0.0, COMMUNICATION: 0.0, HOST: 0.0}  # seconds at which lanes are free

@@ -127,8 +127,6 @@ class Row:
 
 
 class Verdict(NamedTuple):
-    """Whether a program keeps the contract."""
-
     kept: bool
     wire_bytes: float  # bytes that each device sends a step along the batch axes
     theory_wire_bytes: float  # bytes promised

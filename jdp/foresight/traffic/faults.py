@@ -32,8 +32,6 @@ _MENTIONED = 0.002  # of theory: a fault that explains less gets no sentence, un
 
 
 class Reason(NamedTuple):
-    """The fault of a tensor."""
-
     words: str  # a clause
     remedy: str  # a sentence
     share: float = 1.0  # excess share of the tensor's bytes

@@ -31,8 +31,6 @@ Names = dict[str, Instruction]
 
 
 class Piece(NamedTuple):
-    """One tensor of a collective."""
-
     dtype: str  # on one device
     dims: tuple[int, ...]  # of an all-gather's result, a reduce-scatter's shard, else the operand
     payload_bytes: int  # of the whole tensor, once, as in `Collective.payload_bytes`
@@ -288,8 +286,6 @@ class BatchStatistics:
 
 @dataclass(frozen=True)
 class Reading:
-    """One compiled step."""
-
     compiled: Compiled
     mesh: Mesh  # of the target's devices
     batch_axes: tuple[str, ...]  # the axes that shard a batch's rows
