@@ -1,6 +1,8 @@
 """The communication contract against numbers counted by hand, and breaches planted in programs that XLA compiled for
-eight H100s: each is named by kind, parameter, source line and remedy."""
+eight H100s: each is named by kind, parameter, source line and remedy. And signs of something unmeant, which break no
+contract: found in a real program, with parameter and line; a good one has none."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -125,14 +127,20 @@ def looks_at_whole_weights(mesh):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def verified(model, strategy, *, features=256, width=320, whole=False, min_shard_size=1024, init=None, **settings):
-    mesh = jdp.make_mesh(devices=target("h100:1x8").devices)
-    plan = jdp.Plan(mesh, strategy, min_shard_size=min_shard_size)
+def verified(
+    model, strategy, *, on="h100:1x8", axes=None, sizes=(256, 320), whole=False, replicated=False, init=None, **settings
+):
+    mesh = jdp.make_mesh(devices=target(on).devices, **(axes or {}))
+    plan = jdp.Plan(mesh, strategy, min_shard_size=settings.pop("min_shard_size", 1024))
+    features, width = sizes
     shapes = {"w": (features, width), "v": (width, 64)}
     normal = lambda rng: {name: jax.random.normal(rng, shape) for name, shape in shapes.items()}  # noqa: E731
     tx = optax.chain(optax.sgd(1e-3), looks_at_whole_weights(mesh)) if whole else optax.sgd(1e-3)
     loss = lambda params, batch, rng: sums(model(params, batch, mesh))  # noqa: E731
     step, state = abstract_step(loss, init or normal, tx, plan, **settings)
+    if replicated:
+        everywhere = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))  # noqa: E731
+        state = dataclasses.replace(state, params=jax.tree.map(everywhere, state.params))
     return judged(step, state, {"x": jax.ShapeDtypeStruct((96, features), "float32")})
 
 
@@ -183,7 +191,7 @@ def test_a_loss_that_gathers_activations_is_named():
 def test_indivisible_leaves_are_promised_as_under_ddp(strategy):
     """Once a step, with several microbatches too; `v` [1023, 64] is scattered and gathered."""
     for accumulate in (1, 3):
-        report = verified(plain, strategy, features=255, width=1023, accumulate=accumulate, partitioning="manual")
+        report = verified(plain, strategy, sizes=(255, 1023), accumulate=accumulate, partitioning="manual")
         assert report.kept, report
         assert report.ratio == pytest.approx(1, abs=0.01)
         [summed] = report.theory.of_kind("all-reduce")
@@ -218,7 +226,7 @@ def many_layers(params, batch, mesh):
 @pytest.mark.aot
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_leaves_below_min_shard_size_are_all_reduced(strategy):
-    report = verified(many_layers, strategy, init=init_layers, features=SIDE, partitioning="manual")
+    report = verified(many_layers, strategy, init=init_layers, sizes=(SIDE, 320), partitioning="manual")
     payload = 4 * LAYERS * (SIDE * SIDE + SIDE)
     assert report.theory.unsharded.payload_bytes == payload
     assert report.kept and report.breaches == (), report
@@ -234,8 +242,74 @@ def test_leaves_below_min_shard_size_are_all_reduced(strategy):
 def test_planned_all_reduces_stay_within_the_total():
     """In bf16 a gather takes half of what an all-reduce's second half takes: so small a model is better off in ddp."""
     settings = {"partitioning": "manual", "precision": "bf16"}
-    report = verified(many_layers, "zero1", init=init_layers, features=SIDE, **settings)
+    report = verified(many_layers, "zero1", init=init_layers, sizes=(SIDE, 320), **settings)
     assert not report.kept and report.ratio > 1.02
     [breach] = report.breaches
     assert "are all-reduced whole by plan: 49.2 KiB" in breach  # 7/4 of the payload
     assert "ddp" in breach
+
+
+# Signs of something unmeant.
+
+
+def reshards(params, batch, mesh):
+    hidden = jax.lax.with_sharding_constraint(jnp.tanh(batch["x"] @ params["w"]), NamedSharding(mesh, P("data")))
+    return jax.lax.with_sharding_constraint(jnp.sin(hidden), NamedSharding(mesh, P(None, "model"))) @ params["v"]
+
+
+def takes_one_of_many_keys(params, batch, mesh):
+    keys = jax.random.split(jax.random.key(1), len(batch["x"]))
+    keys = jax.lax.with_sharding_constraint(keys, NamedSharding(mesh, P("data")))
+    return draws(params, batch, mesh, key=keys[3])
+
+
+def draws(params, batch, mesh, *, key=None):
+    key = jax.random.key(1) if key is None else key
+    return plain(params, batch, mesh) * jax.random.bernoulli(key, 0.5, (len(batch["x"]), 64))
+
+
+def prints(params, batch, mesh):
+    jax.debug.print("{}", batch["x"].sum())
+    return plain(params, batch, mesh)
+
+
+def lines(function):
+    text, first = inspect.getsourcelines(function)
+    return [f"{__file__}:{number}" for number in range(first, first + len(text))]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("on", ["h100:1x8", "cpu:8"])
+@pytest.mark.parametrize("model", [plain, draws])
+def test_a_good_step_has_no_symptom(on, model):
+    assert verified(model, "ddp", on=on, partitioning="auto").symptoms == ()
+
+
+@pytest.mark.aot
+def test_resharding_names_the_tensor_and_the_line():
+    forward, backward = verified(reshards, "ddp", axes={"data": 4, "model": 2}, partitioning="auto").symptoms
+    for symptom in (forward, backward):
+        assert symptom.startswith("Resharding: a tensor f32[96, 320] is copied whole to every device to go from ")
+        assert any(line in symptom for line in lines(reshards)), symptom
+
+
+@pytest.mark.aot
+def test_random_numbers_that_travel():
+    symptoms = verified(takes_one_of_many_keys, "ddp", partitioning="auto").symptoms
+    places = lines(takes_one_of_many_keys) + lines(draws)
+    assert symptoms and all(symptom.startswith("Random numbers: ") for symptom in symptoms)
+    assert all(any(line in symptom for line in places) for symptom in symptoms), symptoms
+
+
+def test_a_callback_to_the_host():
+    [symptom] = verified(prints, "ddp", on="cpu:8", partitioning="auto").symptoms
+    assert symptom.startswith("The host: debug_print calls back into Python (xla_ffi_python_cpu_callback)")
+    assert any(line in symptom for line in lines(prints))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("on", ["h100:1x8", "cpu:8"])
+def test_state_that_cannot_be_updated_in_place(on):
+    [symptom] = verified(plain, "zero1", on=on, replicated=True, partitioning="auto").symptoms
+    held = "400 KiB"  # w and v, whole, in fp32
+    assert symptom.startswith(f"Donation: params/w, params/v ({held} a device) cannot be updated in place")

@@ -94,18 +94,14 @@ CASES = [
     *((MLP, strategy, k) for strategy in STRATEGIES for k in (1, 4)),
 ]
 
-NAMES = {GPT: "gpt", DEEP: "deep", MLP: "mlp"}
+
+def named(value):
+    return {GPT: "gpt", DEEP: "deep", MLP: "mlp", RESNET: "resnet", VIT: "vit"}.get(value, str(value))
 
 
-def case_id(case):
-    config, strategy, k = case
-    return f"{NAMES[config]}-{strategy}-{k}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize(("config", "strategy", "accumulate"), CASES, ids=named)
 @pytest.mark.default_ids("gpt-zero3-4", "mlp-ddp-4", "mlp-zero1-4", "mlp-zero2-4")
-def test_the_chosen_partitioning_keeps_the_contract(case):
-    config, strategy, accumulate = case
+def test_the_chosen_partitioning_keeps_the_contract(config, strategy, accumulate):
     keeps(compiled(config, strategy, accumulate).report)
 
 
@@ -131,7 +127,7 @@ IMAGES_QUICK = [(RESNET, "zero1", 4), (VIT, "zero3", 1)]
 @pytest.mark.parametrize(
     ("config", "strategy", "accumulate"),
     [*IMAGES_QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in IMAGES if case not in IMAGES_QUICK)],
-    ids=lambda value: {RESNET: "resnet", VIT: "vit"}.get(value, str(value)),
+    ids=named,
 )
 @pytest.mark.default_ids()
 def test_resnet_and_vit_keep_the_contract(config, strategy, accumulate):
@@ -178,9 +174,9 @@ def test_only_what_is_trained_has_gradients_to_reduce(strategy, accumulate):
 @pytest.mark.parametrize(
     ("config", "strategy"),
     [(GPT, "ddp"), *(case[:2] for case in CASES if case[2] == 4)],
-    ids=lambda value: {GPT: "scanned", MLP: "mlp"}.get(value, value),
+    ids=named,
 )
-@pytest.mark.default_ids("scanned-zero3", "mlp-ddp", "mlp-zero1", "mlp-zero2")
+@pytest.mark.default_ids("gpt-zero3", "mlp-ddp", "mlp-zero1", "mlp-zero2")
 def test_what_runs_in_the_loop_over_the_microbatches(config, strategy):
     """Distinguished from the loop over the layers, which runs four times as well in the scanned model."""
     looped = {"ddp": set(), "zero1": set(), "zero2": {"reduce-scatter"}, "zero3": {"reduce-scatter", "all-gather"}}
@@ -197,7 +193,7 @@ def test_what_runs_in_the_loop_over_the_microbatches(config, strategy):
 @pytest.mark.parametrize(
     ("config", "strategy", "accumulate"),
     [(MLP, "zero1", 1), (MLP, "ddp", 4), (GPT, "zero3", 4)],
-    ids=["mlp-zero1-1", "mlp-ddp-4", "gpt-zero3-4"],
+    ids=named,
 )
 @pytest.mark.default_ids("mlp-zero1-1")
 def test_classes_add_up_to_the_allocations(config, strategy, accumulate):

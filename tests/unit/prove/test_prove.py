@@ -94,8 +94,7 @@ def test_trees_and_skipped_steps_are_proven_too():
         return {"w": jax.random.normal(rng, (8, 4)), "b": jnp.zeros(4)}
 
     def loss(params, batch, rng):
-        nll = optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"] + params["b"], batch["y"])
-        return jdp.Loss((nll * batch["weight"]).sum(), batch["weight"].sum())
+        return loss_fn(lambda x, rng: x @ params["w"] + params["b"], batch, rng)
 
     def nothing_counts(index):
         batch = batches(index)
