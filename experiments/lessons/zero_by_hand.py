@@ -38,7 +38,7 @@ from zero_claims import show_claims
 
 import jdp
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
-from jdp.foresight.zero_formula import zero_bytes
+from jdp.foresight.traffic.theory import zero_bytes
 from jdp.report.charts import chart
 
 STAGES, PHASES = ("ddp", "zero1", "zero2", "zero3"), ("forward", "backward", "update")

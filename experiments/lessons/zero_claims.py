@@ -2,7 +2,7 @@
 
 from narration import show
 
-from jdp.foresight.zero_formula import sent_bytes, zero_bytes
+from jdp.foresight.traffic.theory import sent_bytes, zero_bytes
 
 PHASES = ("forward", "backward", "update")
 

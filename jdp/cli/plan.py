@@ -25,7 +25,6 @@ from jdp.cli.options import (
 )
 from jdp.cli.programs import check_only, check_program, forecast_on, is_program
 from jdp.experiment.file import load
-from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 
 if TYPE_CHECKING:
     from jdp.foresight.foresee import PlanReport
@@ -179,6 +178,7 @@ def _closed_form(options: Options, overrides: dict[str, str]) -> int:
     if len(accumulate) > 1:
         raise UsageError(f"--table takes one --accumulate; given {options.accumulate}: --accumulate {accumulate[0]}")
     from jdp.cli.terminal import show_table
+    from jdp.foresight.traffic.theory import jdp_bytes, sent_bytes, zero_bytes
 
     k = accumulate[0]
     rows: dict[str, dict[str, dict[str, int]]] = {"paper": {}, "jdp": {}}

@@ -31,8 +31,8 @@ from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.traffic.contract import TOLERANCE
+from jdp.foresight.traffic.theory import ZeroRow, zero_bytes
 from jdp.foresight.verify import Report, operands, report
-from jdp.foresight.zero_formula import ZeroRow, zero_bytes
 
 OnProgress = Callable[[int, int, str], None]
 """Called with (compilations done, compilations in all, name of the next)."""

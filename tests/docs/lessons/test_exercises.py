@@ -13,8 +13,7 @@ from load import LESSONS, load
 
 import jdp
 from jdp.base.chips import CHIPS
-from jdp.foresight.traffic.theory import ring_bytes
-from jdp.foresight.zero_formula import sent_bytes, zero_bytes
+from jdp.foresight.traffic.theory import ring_bytes, sent_bytes, zero_bytes
 
 B7, B70, B175 = 7 * 10**9, 70 * 10**9, 175 * 10**9
 README = (LESSONS / "README.md").read_text("utf-8")

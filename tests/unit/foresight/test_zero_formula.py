@@ -5,8 +5,7 @@ import pytest
 
 import jdp
 from jdp.core.step_settings import StepSettings
-from jdp.foresight.traffic.theory import theory
-from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
+from jdp.foresight.traffic.theory import jdp_bytes, sent_bytes, theory, zero_bytes
 
 # Rajbhandari et al. 2019, Table 1: GB per device of models of 7.5B, 128B and 1T parameters.
 TABLE_1 = {  # devices -> stage 1, 2, 3

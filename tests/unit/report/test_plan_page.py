@@ -14,9 +14,8 @@ from jdp.foresight.memory import Headroom, Memory
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
 from jdp.foresight.traffic.contract import MeshCollective, Row
-from jdp.foresight.traffic.theory import Promise, Theory
+from jdp.foresight.traffic.theory import Promise, Theory, zero_bytes
 from jdp.foresight.verify import Report
-from jdp.foresight.zero_formula import zero_bytes
 from jdp.report.page import without_roots
 from jdp.report.pages import plan_page
 
