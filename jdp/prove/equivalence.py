@@ -76,11 +76,6 @@ class Trial(NamedTuple):
     def __str__(self) -> str:
         return f"resume after step {self.at}: {self.setting}, onto {self.onto}" if self.onto else str(self.setting)
 
-    @property
-    def causal_order(self) -> tuple[int, ...]:
-        """Sort key, the likeliest cause first: a run shares the faults of runs with fewer changes."""
-        return self.at, changes(self.setting, Setting()), self.setting.devices, self.setting.accumulate
-
 
 def steps_of(
     reference: Reference, accumulates: Sequence[int], rows: int, no_microbatches: str | None
@@ -219,7 +214,9 @@ class Proof:
     def of(cls, results: Mapping[Trial, Closest], record: Record, skipped: dict[str, str]) -> Self:
         runs = {trial: _run(trial, at, len(record.values[at.step])) for trial, at in results.items()}
         differing = [trial for trial, run in runs.items() if not run.equal]
-        first = runs[min(differing, key=lambda trial: trial.causal_order)] if differing else None
+        # The likeliest cause comes first, because a run shares the faults of runs with fewer changes.
+        differing.sort(key=lambda trial: (trial.at, changes(trial.setting, Setting()), astuple(trial.setting)[1:]))
+        first = runs[differing[0]] if differing else None
         if first is not None and len(differing) > 1:
             words = f"{first.words} {len(differing)} of {len(runs)} runs differ; this run has the fewest changes."
             first = replace(first, words=words)
