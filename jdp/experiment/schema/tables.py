@@ -266,7 +266,7 @@ class Guard(Section):
         return 12 * self.deadline_seconds
 
 
-RuleName = Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"]
+RuleName = Literal["adamw", "adam", "lion", "sgd", "muon"]
 
 
 def _used_by(*names: RuleName) -> OnlyFor:
@@ -282,7 +282,7 @@ class Optimizer(Made):
     _arguments: ClassVar[tuple[str, ...]] = ("schedule",)
 
     name: RuleName = "adamw"
-    """The update rule."""
+    """The update rule. For others of optax: make = "optax:lamb" and its keywords."""
     lr: AboveZero = 3e-4
     """Peak learning rate."""
     warmup_steps: Count = 0
@@ -293,17 +293,15 @@ class Optimizer(Made):
         Fraction, OnlyFor("the schedules cosine and linear", lambda x: x.optimizer.schedule != "constant")
     ] = 0.0
     """Final learning rate as a share of the peak."""
-    weight_decay: Annotated[
-        float, Field(ge=0), Single, _used_by("adamw", "lion", "sgd", "adafactor", "lamb", "lars", "muon")
-    ] = 0.0
-    """Weight decay; not applied to biases and norm scales. Decoupled from the gradient, except in lars."""
-    b1: Annotated[Decay, _used_by("adamw", "adam", "lion", "lamb", "muon")] = 0.9
+    weight_decay: Annotated[float, Field(ge=0), Single, _used_by("adamw", "lion", "sgd", "muon")] = 0.0
+    """Weight decay; not applied to biases and norm scales. Decoupled from the gradient."""
+    b1: Annotated[Decay, _used_by("adamw", "adam", "lion", "muon")] = 0.9
     """Decay of the first moment."""
-    b2: Annotated[Decay, _used_by("adamw", "adam", "lion", "lamb", "rmsprop", "muon")] = 0.999
+    b2: Annotated[Decay, _used_by("adamw", "adam", "lion", "muon")] = 0.999
     """Decay of the second moment."""
-    eps: Annotated[AboveZero, _used_by("adamw", "adam", "lamb", "rmsprop", "adagrad", "muon")] = 1e-8
+    eps: Annotated[AboveZero, _used_by("adamw", "adam", "muon")] = 1e-8
     """Added to the denominator."""
-    momentum: Annotated[Decay, _used_by("sgd", "adafactor", "lars", "rmsprop")] = 0.0
+    momentum: Annotated[Decay, _used_by("sgd")] = 0.0
     """Momentum; muon's is beta."""
     beta: Annotated[Decay, _used_by("muon")] = 0.95
     """Decay of the momentum that is orthogonalized, a Nesterov momentum."""

@@ -325,7 +325,7 @@ def test_describe_lists_every_key():
     assert keys["train.steps"].default == "required" and keys["train.steps"].type == "int >= 1"
     assert keys["strategy"].type == "|".join(STRATEGIES) and keys["strategy"].default == '"ddp"'
     assert keys["optimizer.clip_norm"].type == "float > 0|none"
-    assert keys["optimizer.b1"].description == "Decay of the first moment. For adamw, adam, lion, lamb, muon."
+    assert keys["optimizer.b1"].description == "Decay of the first moment. For adamw, adam, lion, muon."
 
 
 @pytest.mark.parametrize("source", ["hf:jsonl:rows.jsonl", "hf:foo:some/rows.jsonl"])

@@ -44,14 +44,10 @@ def one_update(params, grads, **settings):
     return updates
 
 
-LARGE_STEPS = {"lars": 50.0, "adagrad": 0.3, "rmsprop": 0.01}
-"""Rates for those whose steps are far smaller, or at first larger, than their rate."""
-
-
 @pytest.mark.parametrize("name", typing.get_args(RuleName))
 @pytest.mark.default_ids("adamw")
 def test_every_optimizer_descends(name):
-    tx = optimizer(experiment(optimizer={"name": name, "lr": LARGE_STEPS.get(name, 0.05)}))
+    tx = optimizer(experiment(optimizer={"name": name, "lr": 0.05}))
     params = {"w": jnp.array([1.0, -2.0])}
     state = tx.init(params)
     for _ in range(60):
@@ -60,7 +56,7 @@ def test_every_optimizer_descends(name):
     assert float(jnp.abs(params["w"]).max()) < 0.5  # type: ignore[index]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
 def test_weight_decay_excludes_biases_and_scales_of_layers(name):
     params = {
         "layers": {
@@ -80,40 +76,6 @@ def test_weight_decay_excludes_biases_and_scales_of_layers(name):
 def test_decay_mask_goes_by_the_last_key_only():
     mask = decay_mask({"scale": {"kernel": 1}, "bias": 1, "scale_up": 1, "upscale": 1})
     assert mask == {"scale": {"kernel": True}, "bias": False, "scale_up": True, "upscale": True}
-
-
-def test_lars_and_lamb_step_by_trust_ratio():
-    """LARS (arXiv:1708.03888, eq. 6): lr · trust · |w| / |g + decay w| · (g + decay w); a bias: lr · g."""
-    params = {"up": {"kernel": jnp.full((4, 4), 2.0), "bias": jnp.ones(4)}}
-    grads = {"up": {"kernel": jnp.full((4, 4), 3.0), "bias": jnp.full(4, 3.0)}}
-    updates = one_update(params, grads, name="lars", weight_decay=0.5)
-    np.testing.assert_allclose(updates["up"]["kernel"], -0.1 * 0.001 * 2.0, rtol=1e-5)
-    np.testing.assert_allclose(updates["up"]["bias"], -0.1 * 3.0, rtol=1e-6)
-    updates = one_update(params, grads, name="lamb", eps=1e-6)  # Adam's first step is 1 everywhere: |w| of it
-    np.testing.assert_allclose(updates["up"]["kernel"], -0.1 * 2.0, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["adafactor", "lamb", "lars"])
-@pytest.mark.default_ids("lamb")
-def test_stacked_layers_have_their_own_norms(name):
-    """As in a list of layers. The second layer's weights are ten times the first's: one norm would be the second's."""
-    random, sizes = np.random.default_rng(0), np.float32([1, 10])
-    shapes = {"up": {"kernel": (2, 4, 3), "bias": (2, 3)}, "norm": {"scale": (2, 4)}}
-    made = lambda shape: (random.normal(size=shape) * sizes.reshape(2, *[1] * (len(shape) - 1))).astype(np.float32)  # noqa: E731
-    params, *grads = (jax.tree.map(made, shapes, is_leaf=lambda shape: isinstance(shape, tuple)) for _ in range(3))
-    apart = lambda stack: {str(i): jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(2)}  # noqa: E731
-    ended = {}
-    for scan, of in ((True, lambda stack: stack), (False, apart)):
-        settings = {"name": name, "lr": 0.1, "weight_decay": 0.1} | ({} if name == "lamb" else {"momentum": 0.9})
-        tx = optimizer(experiment(optimizer=settings, model={"name": "gpt-nano", "scan": scan}))
-        ended[scan] = weights = {"layers": of(params), "embed": {"tokens": params["up"]["bias"]}}
-        state, update = tx.init(weights), jax.jit(tx.update)
-        for grad in grads:
-            updates, state = update({"layers": of(grad), "embed": {"tokens": grad["up"]["bias"]}}, state, ended[scan])
-            ended[scan] = optax.apply_updates(ended[scan], updates)
-    layers = apart(ended[True].pop("layers"))
-    jax.tree.map(lambda *same: np.testing.assert_allclose(*same, rtol=1e-6), layers, ended[False].pop("layers"))
-    jax.tree.map(np.testing.assert_array_equal, ended[True], ended[False])
 
 
 OTHER = {"b1": 0.5, "b2": 0.5, "eps": 0.1, "momentum": 0.5, "beta": 0.5, "adam_lr": 0.5, "weight_decay": 0.5}
