@@ -28,7 +28,7 @@ NAMES = {
     "keep_programs": "test_persistent_cache.py::test_programs_are_kept_by_processor",
     "make_eval_step": "test_step.py::test_evaluation_is_the_loss_without_randomness_or_donation",
     "make_mesh": "test_mesh.py::test_minus_one_takes_the_remaining_devices",
-    "make_train_step": "test_step.py::test_results_stay_where_the_plan_wants_them[adamw]",
+    "make_train_step": "test_step.py::test_results_stay_where_the_plan_wants_them",
     "muon": "test_zero_and_muon.py::test_equals_one_device[zero3-8-1]",
     "place": "test_value_and_grad.py::test_placing_changes_no_bit",
     "process_rows": "test_feed.py::test_a_process_reads_its_devices_rows",

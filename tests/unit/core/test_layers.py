@@ -15,7 +15,6 @@ from trainings import abstract_step, assert_close, plan_of
 
 import jdp
 from jdp.core.reading.jaxprs import every_eqn
-from jdp.foresight.program.collectives import collectives
 
 LAYERS, WIDTH = 3, 16
 
@@ -130,7 +129,7 @@ def test_layers_that_do_not_fit_are_refused(case):
 
 # Under a plan.
 
-ROWS, LAYER_BYTES = 16, WIDTH * WIDTH * 4
+ROWS = 16
 BATCH = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
 
 
@@ -146,20 +145,6 @@ zero3 = functools.partial(plan_of, "zero3", min_shard_size=64)
 
 def init(rng):
     return {"layers": stacked(rng)}
-
-
-def test_zero3_under_auto_gathers_each_layer_twice():
-    """In the loop, forward and backward. Under manual: `test_traced_collectives`."""
-    loss_fn, count = loss_with(functools.partial(jdp.scan_layers, block)), 8
-    init = lambda rng: {"layers": stacked(rng, count)}  # noqa: E731
-    step, state = abstract_step(loss_fn, init, optax.sgd(0.1), zero3(), partitioning="auto")
-    found = collectives(step.compile(state, BATCH).as_text())
-    moved = [each for each in found if each.payload_bytes >= LAYER_BYTES]  # biases and scalars left out
-    assert [each.loops for each in moved] == [(count,)] * 3
-    gathers = [each.payload_bytes for each in moved if each.kind == "all-gather"]
-    assert gathers == [LAYER_BYTES] * 2
-    [reduction] = [each for each in moved if each.kind == "all-reduce"]  # as XLA:CPU scatters, with the bias combined
-    assert reduction.payload_bytes <= LAYER_BYTES + 4 * WIDTH
 
 
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])

@@ -26,39 +26,6 @@ PLAIN = [("layers/up", P(None, None, "model")), ("layers/down", P(None, "model",
 """Rules after Megatron-LM (arXiv:1909.08053, section 3): columns in, rows out; the vocabulary of the embedding."""
 
 
-def trained_as_one_device(init, loss, batches, rules, partitioning):
-    """The parameters after these batches under zero3; the losses were those of one device."""
-    ends = []
-    for plan in (plan_of("zero3", **SIZES, rules=rules, min_shard_size=16), plan_of("ddp", 1)):
-        _, state, measured = train(loss, init, ADAM, plan, batches, partitioning=partitioning)
-        ends.append((state, [float(metrics["loss"]) for metrics in measured]))
-    (state, found), (_, expected) = ends
-    np.testing.assert_allclose(found, expected, rtol=1e-5)  # float32 sums in another order, three steps
-    return state.params
-
-
-@pytest.mark.rest
-def test_dimensions_cut_twice_are_joined_in_order():
-    """By hand: gathering along `data` must give a device its own part along `model`, whichever the rule names first."""
-    sizes = {"w": (15, 64), "b": (64,), "v": (64, 16)}  # 15 rows do not divide: `data` shares the columns
-    rules = [("w", P(None, "model")), ("b", P("model")), ("v", P(("data", "model"), None))]
-
-    def init(rng):
-        keys = jax.random.split(rng, 3)
-        return {name: 0.2 * jax.random.normal(key, sizes[name]) for key, name in zip(keys, "wbv", strict=True)}
-
-    def loss(params, batch, rng):
-        hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
-        return jdp.Loss(((hidden @ params["v"]) ** 2).sum(), jnp.float32(batch["x"].shape[0]))
-
-    batches = [{"x": np.random.default_rng(i).normal(size=(16, 15)).astype(np.float32)} for i in range(3)]
-    params = trained_as_one_device(init, loss, batches, rules, "manual")
-    specs = {"w": P(None, ("model", "data")), "b": P(("model", "data")), "v": P(("model", "data"))}
-    for name, spec in specs.items():
-        leaf = params[name]
-        assert leaf.sharding.is_equivalent_to(jax.sharding.NamedSharding(leaf.sharding.mesh, spec), leaf.ndim)
-
-
 class Feed(nnx.Module):
     """Two kernels and a bias that say how they lie."""
 
@@ -154,7 +121,12 @@ def test_self_sharding_models_equal_one_device():
     init = lambda rng: stacked_by("named")(nnx.Rngs(rng))  # noqa: E731
     loss = lambda model, batch, rng: jdp.Loss(jnp.square(model(batch["x"])).sum(), len(batch["x"]))  # noqa: E731
     batches = [{"x": np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)}] * 3
-    params = trained_as_one_device(init, loss, batches, (), "auto")
+    ends = []
+    for plan in (plan_of("zero3", **SIZES, min_shard_size=16), plan_of("ddp", 1)):
+        _, state, measured = train(loss, init, ADAM, plan, batches, partitioning="auto")
+        ends.append((state.params, [float(metrics["loss"]) for metrics in measured]))
+    (params, found), (_, expected) = ends
+    np.testing.assert_allclose(found, expected, rtol=1e-5)  # float32 sums in another order, three steps
     assert params["layers"]["up"]["kernel"].sharding.spec == P(None, "data", "model")
 
 

@@ -5,7 +5,6 @@ The reference is `jax.value_and_grad` of the same loss on the whole batch; float
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,52 +62,6 @@ def test_outputs_keep_the_order_of_rows(strategy, partitioning, accumulate):
     assert_close((metrics["loss"], found, grads), (loss, aux, wanted))
     assert found[0]["logits"].sharding.is_equivalent_to(plan.batch_sharding, 2)
     assert found[0]["wrong"].dtype == bool and found[0]["answer"].dtype == aux[0]["answer"].dtype
-
-
-class Stateful(eqx.Module):
-    """A batch norm that is called twice, and what counts its calls; equinox keeps both outside of the model."""
-
-    norm: eqx.nn.BatchNorm
-    layer: eqx.nn.Linear
-
-    def __init__(self, key, mode):
-        self.layer = eqx.nn.Linear(WIDTH, WIDTH, key=key)
-        self.norm = eqx.nn.BatchNorm(WIDTH, axis_name="rows", mode=mode)
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.layer(x), state)
-        return self.norm(jnp.tanh(x), state)
-
-
-def stateful(mode):
-    model, state = eqx.nn.make_with_state(Stateful)(KEY, mode)
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def loss(params, state, batch, rng):
-        model = eqx.combine(params, static)
-        y, state = jax.vmap(model, axis_name="rows", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
-        return jdp.Loss(jnp.square(y - 1).sum(), jnp.float32(len(y))), state
-
-    return params, state, loss
-
-
-@pytest.mark.parametrize(("strategy", "mode"), [("zero2", "ema"), ("zero3", "batch")])
-@pytest.mark.default_ids("zero3-batch")
-def test_the_state_of_equinox_makes_the_round_trip(strategy, mode):
-    """With a boolean (ema), with a counter (batch)."""
-    params, state, loss = stateful(mode)
-    ends = []
-    for devices in (1, 4):
-        plan = plan_of(strategy, devices, min_shard_size=0)
-        gradient = jdp.value_and_grad(loss, plan, has_aux=True, partitioning="auto")
-        model, its_state = jdp.place(params, plan), jdp.place(state, plan)
-        for _ in range(2):
-            (_, its_state), grads = gradient(model, jdp.place(its_state, plan), batch_of(), KEY)
-            model = jax.tree.map(lambda p, g: p - 0.1 * g, model, grads)
-        ends.append((model, its_state))
-    assert jax.tree.structure(ends[1]) == jax.tree.structure((params, state))
-    assert [x.dtype for x in jax.tree.leaves(its_state)] == [x.dtype for x in jax.tree.leaves(state)]
-    assert_close(*map(jax.tree.leaves, ends))
 
 
 def of(aux):

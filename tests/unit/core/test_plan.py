@@ -87,6 +87,7 @@ MODEL_MESH = {"data": 4, "model": 2}
         ("zero3", [("a/b/w", P("data"))], P("data"), P()),  # naming `data` pins the dimension
         ("zero3", [("*w", P("data", "model"))], P("data", "model"), P(None, "model")),
         ("zero3", [("*w", P(None, ("model", "data")))], P(None, ("model", "data")), P(None, "model")),
+        ("zero3", [("*w", P(None, ("data", "model")))], P(None, ("model", "data")), P(None, "model")),
         ("ddp", [("*w", P("data", "model"))], P(None, "model"), P(None, "model")),
         ("zero1", [("a/*/w", P("model")), ("*w", P(None, "model"))], P("model", "data"), P("model")),  # first match
         ("zero1", [("a/*", P("model"))], P("model", "data"), P("model")),  # `*` matches slashes too

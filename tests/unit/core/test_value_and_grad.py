@@ -138,29 +138,24 @@ def test_both_of_two_models_are_differentiated(partitioning):
     assert specs(grads[1]) == specs(params)
 
 
-def pair_of(rng):
-    """An actor and a critic with one encoder."""
-    rngs = nnx.Rngs(rng)
-    encoder = nnx.Linear(WIDTH, 8, rngs=rngs)
-    return nnx.Dict(actor=nnx.List([encoder, nnx.Linear(8, 1, rngs=rngs)]), critic=nnx.List([encoder]))
-
-
-def pair_loss(actor, critic, batch, rng):
-    hidden = jnp.tanh(critic[0](batch["x"]))
-    return jdp.Loss(jnp.square(actor[1](jnp.tanh(actor[0](batch["x"]))) - hidden).sum(), len(hidden))
-
-
 @pytest.mark.rest
 def test_a_shared_module_gets_its_whole_gradient():
-    """In one nnx.Dict, as of nnx.grad of both arguments; as two arguments of a gradient it is refused."""
-    pair, batch, alone = jdp.init(pair_of, plan_of(), rng=KEY), batch_of(), pair_of(jax.random.fold_in(KEY, 0))
-    with pytest.raises(ValueError, match=r"given two that share 0/bias\. Make one module of both: pair = nnx\.Dict"):
-        jdp.value_and_grad(pair_loss, plan_of(), argnums=(0, 1))(pair.actor, pair.critic, batch, KEY)
-    whole = jdp.value_and_grad(lambda pair, batch, rng: pair_loss(pair.actor, pair.critic, batch, rng), plan_of())
-    expected, _ = nnx.grad(lambda a, c: pair_loss(a, c, batch, KEY).total / ROWS, argnums=(0, 1))(*alone.values())
-    for model in (pair, jdp.place(alone, plan_of())):
-        found = whole(model, batch, KEY)[1]["actor"]
-        assert_close(*map(jax.tree.leaves, (found, expected)))
+    """In one nnx.Dict; as two arguments of a gradient it is refused."""
+
+    def pair_of(rng):
+        encoder = nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(rng))
+        return nnx.Dict(actor=encoder, critic=nnx.List([encoder]))
+
+    def gradient(pair, call):
+        loss = lambda pair, batch, rng: jdp.Loss(jnp.square(call(pair, batch["x"])).sum(), ROWS)  # noqa: E731
+        return jdp.value_and_grad(loss, plan_of())(pair, batch_of(), KEY)[1]
+
+    for pair in (jdp.init(pair_of, plan_of(), rng=KEY), jdp.place(pair_of(KEY), plan_of())):
+        both = gradient(pair, lambda p, x: p.actor(x) + p.critic[0](x))
+        twice = gradient(pair, lambda p, x: 2 * p.actor(x))
+        assert_close(*map(jax.tree.leaves, (both, twice)))
+    with pytest.raises(ValueError, match=r"given two that share (0/)?bias\. Make one module of both: pair = nnx\.Dict"):
+        jdp.value_and_grad(distance, plan_of(), argnums=(0, 1))(pair.actor, pair.critic, batch_of(), KEY)
 
 
 @pytest.mark.rest
@@ -170,11 +165,6 @@ def test_filtered_out_leaves_have_no_gradients():
     _, grads = gradient(module, batch_of(), KEY)
     paths = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(grads)}
     assert paths == {"last/lora_a", "last/lora_b"}
-    before = jax.device_get(nnx.state(module, nnx.Param))
-    nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.LoRAParam).update(module, grads)
-    after = jax.device_get(nnx.state(module, nnx.Param))
-    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, after)
-    assert {jax.tree_util.keystr(p) for p, c in jax.tree.leaves_with_path(changed) if c} == {"['last']['lora_b'].value"}
     _, grads = jdp.value_and_grad(squares, plan_of(), wrt="w")(jdp.init(init, plan_of(), rng=KEY), batch_of(), KEY)
     assert grads["b"] is None
 
