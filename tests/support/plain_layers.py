@@ -1,11 +1,13 @@
-"""A loss for the tests in which the model does not matter: the next token's, through stacked layers of two matrices.
+"""Two small models: stacked layers, for tests in which the model does not matter, and a layer that keeps a variable.
 
-Embeddings are tied, and some parameters are too small to shard, as in a GPT; its step is a third of a GPT's to compile.
+The layers' loss is the next token's. Embeddings are tied, and some parameters are too small to shard, as in a GPT; its
+step is a third of a GPT's to compile.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import jdp
 from jdp.models import next_token_loss
@@ -37,3 +39,20 @@ def tokens_of(rows, length=8, seed=0):
     """A batch for `layers_loss`: of 64 tokens."""
     tokens = np.random.default_rng(seed).integers(0, 64, (2, rows, length), dtype=np.int32)
     return {"tokens": tokens[0], "targets": tokens[1], "weights": np.ones((rows, length), np.float32)}
+
+
+class Keeping(nnx.Module):
+    """A layer, and a variable, `seen`, that each call sets to `change` of its value and of the rows."""
+
+    def __init__(self, rngs, width, first, change):
+        self.linear = nnx.Linear(width, width, rngs=rngs)
+        self.seen, self.change = nnx.Variable(first), change
+
+    def __call__(self, x):
+        self.seen.set_value(jax.lax.stop_gradient(self.change(self.seen.get_value(), x)))
+        return self.linear(x)
+
+
+def keeping(width, first, change):
+    """The `init` of such a model."""
+    return lambda rng: Keeping(nnx.Rngs(rng), width, first, change)
