@@ -1,7 +1,5 @@
 """A loss that sees some rows of the batch draws exactly those rows of the global draw; other draws are refused."""
 
-import functools
-
 import jax
 import jax.extend.random as jexr
 import jax.numpy as jnp
@@ -69,10 +67,6 @@ def own_gradient(key, x):
 own_gradient.defvjp(lambda key, x: (own_gradient(key, x), None), lambda _, g: (None, g))
 
 
-def in_an_own_gradient(key, ids):
-    return own_gradient(key, jnp.zeros((len(ids), WIDTH)))
-
-
 @jax.jit
 def loop_over_rows(key, ids):
     return jnp.stack([R.uniform(R.fold_in(key, i), (WIDTH,)) for i in range(len(ids))])
@@ -91,7 +85,7 @@ BY_ROW = {
     "fold_in by data": lambda k, ids: each(jax.vmap(lambda i: R.fold_in(k, i))(ids)),
     "rematerialised": rematerialised,
     "in a branch": in_a_branch,
-    "in a derivative of its own": in_an_own_gradient,
+    "in a derivative of its own": lambda k, ids: own_gradient(k, jnp.zeros((len(ids), WIDTH))),
     "bytes": lambda k, ids: R.bits(k, (len(ids), WIDTH), jnp.uint8).astype(jnp.float32),
     "width and rows alike": lambda k, ids: R.uniform(k, (len(ids), WIDTH, 8))[:, :, 0] + R.uniform(k, (WIDTH, 4))[0, 0],
 }
@@ -128,17 +122,12 @@ def noise_of_a_step(draws, rows, partitioning, accumulate, devices):
     # `in_a_branch` asks for the sum of all rows
     _, state, _ = train(loss_fn, init, optax.sgd(1.0), plan_of("ddp", devices), [jnp.arange(total)], **settings)
     key = jax.device_get(jax.random.key_data(jax.random.fold_in(state.rng, 0)))  # of the first batch
-    return {name: -total * np.asarray(leaf) for name, leaf in state.params.items()}, tuple(key)
+    return {name: -total * np.asarray(leaf) for name, leaf in state.params.items()}, key
 
 
 def global_noise(draws, words, total):
-    key = jax.random.wrap_key_data(np.array(words))
+    key = jax.random.wrap_key_data(words)
     return jax.device_get(jax.jit(lambda: {name: draw(key, jnp.arange(total)) for name, draw in draws.items()})())
-
-
-@functools.cache
-def global_noise_by_row(words, total):
-    return global_noise(BY_ROW, words, total)
 
 
 SETTINGS = [("manual", 1, 4), ("manual", 2, 2), ("auto", 4, 1)]  # four rows in all for one a device
@@ -150,8 +139,7 @@ LAYOUTS_OF_A_STEP = [(5, *setting) for setting in SETTINGS] + [(1, *SETTINGS[1])
 def test_every_draw_is_by_global_row(rows, partitioning, accumulate, devices):
     draws = {name: draw for name, draw in BY_ROW.items() if rows > 1 or name != "tokens"}  # the shape of "time leads"
     noise, key = noise_of_a_step(draws, rows, partitioning, accumulate, devices)
-    whole = global_noise_by_row(key, rows * accumulate * devices)
-    for name, expected in ((name, whole[name]) for name in draws):  # divided and multiplied again
+    for name, expected in global_noise(draws, key, rows * accumulate * devices).items():  # divided and multiplied again
         np.testing.assert_allclose(noise[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
