@@ -58,15 +58,11 @@ SIGNATURES = {
 }
 
 
-def bare(signature):
-    """A signature without its annotations."""
-    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    return str(inspect.Signature(parameters))
-
-
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_stand_in_the_promised_order(name):
-    assert bare(inspect.signature(operator.attrgetter(name)(jdp))) == SIGNATURES[name]
+    parameters = inspect.signature(operator.attrgetter(name)(jdp)).parameters.values()
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    assert str(inspect.Signature(bare)) == SIGNATURES[name]
 
 
 def test_a_loss_has_total_weight_and_metrics():
@@ -82,13 +78,6 @@ def test_records_have_the_promised_fields():
     placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained", "memory"]
     assert fields(jdp.Placement) == placement
     assert {"step", "params", "opt_state", "model_state", "rng"} <= set(fields(jdp.TrainState))
-
-
-def test_every_public_name_is_documented():
-    public = [name for name in dir(jdp) if not name.startswith("_")]
-    named = {name.partition(".")[0] for name in SIGNATURES}
-    assert named | {"Loss", "TrainState", "Placement", "Feed"} <= set(public)
-    assert [name for name in public if not (getattr(jdp, name).__doc__ or "").strip()] == []
 
 
 def test_type_checkers_see_the_names_that_there_are():

@@ -4,7 +4,6 @@ import hashlib
 import os
 from pathlib import Path
 
-from jdp.base import notices
 from jdp.base.disk_cache import Cache, default_folder, others_may_write
 from jdp.launch.doctor import examine_cache
 
@@ -31,36 +30,32 @@ def test_a_users_own_files_are_not_deleted(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(own)  # the entry itself exceeds the limit
 
 
-def test_a_failed_write_is_reported(tmp_path, caplog):
+def test_a_failed_write_is_reported(tmp_path, notices):
     def fill_the_disk(file):
         file.write(bytes(100))
         raise OSError(28, "No space left on device")
 
-    caplog.set_level("INFO", "jdp")
     Cache(tmp_path).store(NAMES[0], fill_the_disk)
     assert list(tmp_path.iterdir()) == []
-    assert f"compiled results are not kept for the next run: {tmp_path} cannot be written (No space l" in caplog.text
+    assert f"compiled results are not kept for the next run: {tmp_path} cannot be written (No space l" in notices.text
 
 
-def test_an_entry_deleted_meanwhile_is_no_fault(tmp_path, caplog, monkeypatch):
-    caplog.set_level("INFO", "jdp")
+def test_an_entry_deleted_meanwhile_is_no_fault(tmp_path, notices, monkeypatch):
     listed = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda folder: [*listed(folder), folder / NAMES[1]])
     cache = Cache(tmp_path, limit_bytes=150)
     cache.store(NAMES[0], lambda file: file.write(bytes(100)))
-    assert cache.load(NAMES[0], lambda file: file.read()) == bytes(100) and not caplog.text
+    assert cache.load(NAMES[0], lambda file: file.read()) == bytes(100) and not notices.text
 
 
-def test_a_missing_home_folder_is_reported_once(tmp_path, caplog, homeless, monkeypatch):
+def test_a_missing_home_folder_is_reported_once(tmp_path, notices, fresh_notices, homeless, monkeypatch):
     """As in a container that runs as a user without an entry in passwd."""
-    monkeypatch.setattr(notices, "_said", set())
-    caplog.set_level("INFO", "jdp")
     cache = Cache.usual()
     for name in NAMES:
         cache.store(name, lambda file: file.write(bytes(100)))
         assert cache.load(name, lambda file: file.read()) is None
-    assert len(caplog.records) == 1
-    assert f"HOME is not set, and user {os.getuid()} has no home folder; set JDP_CACHE_DIR" in caplog.text
+    assert len(notices.records) == 1
+    assert f"HOME is not set, and user {os.getuid()} has no home folder; set JDP_CACHE_DIR" in notices.text
     cache = examine_cache()
     assert cache.status == "note" and "HOME is not set" in cache.found and "JDP_CACHE_DIR" in cache.mend
     monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path))

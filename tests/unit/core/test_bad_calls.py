@@ -1,6 +1,5 @@
 """A call that cannot mean anything is one ValueError, at once: the rule, the value given, the fix."""
 
-import re
 from pathlib import Path
 
 import jax
@@ -61,7 +60,6 @@ INIT_STATE = r"jdp\.init_state\(init, tx, plan, rng="
 PAIR_OF_STEP = r"write `state, metrics = step\(state, batch\)`"
 CALLS = {
     "a rule's spec is a tuple": (lambda: plan(rules=[("w", ("model",))]), PAIR + r"\('w', \('model',\)\)"),
-    "a rule's pattern is no text": (lambda: plan(rules=[(re.compile("w"), P("model"))]), PAIR + r"\(re\.compile"),
     "one rule, not in a list": (lambda: plan(rules=("w", P("model"))), PAIR + "'w'"),
     "an entry is left open": (
         lambda: plan(rules=[("w", P(P.UNCONSTRAINED))]),
@@ -80,7 +78,6 @@ CALLS = {
     "init is a class": (lambda: state(nnx.Linear), INIT_IS + r"Linear\(self, in_features"),
     "init of nothing": (lambda: jdp.init(lambda: 0, plan(), rng=KEY), INIT_IS + r"<lambda>\(\)\. Write a function of"),
     "init of an optimizer's state": (lambda: jdp.init(TX.init(0), plan(), of={}), "given a tuple.*tx.init, plan, of="),
-    "integers to train": (lambda: state(lambda rng: {"t": jnp.zeros(8, "int8")}), r"floating point.*; t is int8\."),
     "a leaf that is no array": (lambda: state(lambda rng: {"dtype": jnp.float32}), "holds arrays only"),
     "a tree without arrays": (lambda: state(lambda rng: {}), "must have parameters: .*given one without"),
     "a module without": (lambda: state(lambda rng: nnx.Dropout(0.1, rngs=nnx.Rngs(rng))), "given one without"),
@@ -174,12 +171,10 @@ def test_numbers_of_numpy_are_numbers():
 def test_replicated_weights_are_on_the_errors_page():
     """Under zero3 they are sharded at rest, and `jax.device_put` gathers them."""
     placed = plan(min_shard_size=8)
-    weights, x = jdp.place({"w": jnp.ones((8, 4))}, placed), np.ones((8, 8), np.float32)
-    evaluate = jax.jit(lambda p, x: (x @ p["w"]).sum(), in_shardings=(placed.replicated, placed.batch_sharding))
-    with pytest.raises(
-        ValueError, match="Sharding passed to jit does not match the sharding on the respective arg"
-    ) as e:
-        evaluate(weights, x)
+    weights = jdp.place({"w": jnp.ones((8, 4))}, placed)
+    total = jax.jit(lambda params: params["w"].sum(), in_shardings=(placed.replicated,))
+    with pytest.raises(ValueError, match="Sharding passed to jit does not match") as caught:
+        total(weights)
     page = Path(jdp.__file__).parent / "guard/errors_of_jax.md"
-    assert str(e.value).partition(".")[0] in page.read_text(encoding="utf-8")
-    assert evaluate(jax.device_put(weights, placed.replicated), x) == 8 * 8 * 4
+    assert str(caught.value).partition(".")[0] in page.read_text(encoding="utf-8")
+    assert total(jax.device_put(weights, placed.replicated)) == 8 * 4

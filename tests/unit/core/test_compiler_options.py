@@ -10,7 +10,6 @@ import pytest
 from trainings import plan_of
 
 import jdp
-from jdp.base.notices import _said
 from jdp.core.compiling.options import Compiler
 from jdp.foresight.targets.resolve import target
 
@@ -27,10 +26,9 @@ def state_on(plan):
 
 
 @pytest.mark.aot
-def test_each_platform_takes_its_own_options(capfd):
+def test_each_platform_takes_its_own_options(fresh_notices, capfd):
     a100, cpu = (jdp.make_mesh(devices=target(name).devices, data=-1) for name in ("a100:2x2", "cpu:2"))
     given = {SCHEDULER: True, "xla_gpu_gone": 1, "xla_cpu_enable_fast_math": False, "xla_gone": 1}
-    _said.clear()
     with jax.set_mesh(cpu):  # as foresight lowers for another mesh
         assert Compiler.of(given).for_mesh(a100) == {SCHEDULER: True}
     assert Compiler.of(given).for_mesh(cpu) == {"xla_cpu_enable_fast_math": False}
@@ -70,12 +68,11 @@ def test_auto_is_overlap_on_several_gpus(capfd):
     assert "no option for" not in capfd.readouterr().err
 
 
-def test_a_nested_step_leaves_its_options(capfd):
+def test_a_nested_step_leaves_its_options(fresh_notices, capfd):
     """Whatever of state and batch is traced: nothing of them where both are closed over."""
     plan = plan_of(devices=2)
     state, options = state_on(plan), {"xla_cpu_enable_fast_math": False}
     step = jdp.make_train_step(loss, plan, compiler=options, donate=False, check_loss=False)
-    _said.clear()
     alone = step(state, BATCH)[1]["loss"]
     assert "are left out" not in capfd.readouterr().err
     assert jax.jit(step)(state, BATCH)[1]["loss"] == alone

@@ -76,10 +76,6 @@ def test_devices_keep_the_order_given():
             "data=-1 × model=3 (the others make 3), but there are 8 devices. "
             "Change an axis, or run on 3 devices or a multiple of them, by jax.config.update",
         ),
-        (
-            {"data": 16},
-            "devices: data=16, but there are 8 devices. Take data=8, or change an axis, or run on 16 devices",
-        ),
     ],
 )
 def test_a_wrong_mesh_is_reported_as_an_equation(axes, message):

@@ -6,18 +6,16 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jdp
-from jdp.base import notices
 from jdp.core.compiling import persistent_cache
 
 NAMES = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size", *persistent_cache.SETTINGS)
 
 
 @pytest.fixture
-def found(monkeypatch):
+def found(monkeypatch, fresh_notices):
     """Compile a program that is not in memory any more; True if it was found on disk."""
     before = {name: getattr(jax.config, name) for name in NAMES}
     monkeypatch.setitem(persistent_cache.SETTINGS, "jax_persistent_cache_min_compile_time_secs", 0.0)
-    monkeypatch.setattr(notices, "_said", set())
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     events: list[str] = []

@@ -16,7 +16,6 @@ from trainings import abstract_step
 from trainings import plan_of as _plan_of
 
 import jdp
-from jdp.base import notices
 from jdp.core.compiling.options import Compiler
 
 ROWS, RATE = 16, 0.5
@@ -155,15 +154,14 @@ def test_int8_on_the_wire_of_real_gpus():
     assert report.wire_bytes_per_device < report_of("zero3", None).wire_bytes_per_device
 
 
-def test_buckets_are_thresholds_of_xlas_compiler_for_gpus(monkeypatch):
-    monkeypatch.setattr(notices, "_said", set())
+def test_buckets_are_thresholds_of_xlas_compiler_for_gpus(reported):
     step = jdp.make_train_step(linear, plan_of("ddp"), buckets=25 * 2**20, check_loss=False)
     names = {f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "all_reduce", "reduce_scatter")}
     assert Compiler.of("overlap", 5).settled.items() >= dict.fromkeys(names, 5).items()
     assert step.settings.compiler.settled == dict.fromkeys(names, 25 * 2**20)
     for changes in ({"accumulate": 2}, {"compiler": "default"}):
         assert step.changed(**changes).settings.compiler.buckets == 25 * 2**20
-    assert step.compiler_options == {} and any("buckets is for" in said for said in notices._said)
+    assert step.compiler_options == {} and any("buckets is for" in said for said in reported())
 
 
 @pytest.mark.aot
