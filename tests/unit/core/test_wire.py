@@ -168,6 +168,6 @@ def test_buckets_are_thresholds_of_xlas_compiler_for_gpus(reported):
 def test_gpus_join_collectives_up_to_the_buckets_size():
     counts = []
     for buckets in (1000, 2**30):
-        [row] = [row for row in report_of("ddp", None, "h100:1x8", buckets=buckets).rows if row.kind == "all-reduce"]
-        counts.append(row.count)
+        sent = [each.collective for each in report_of("ddp", None, "h100:1x8", buckets=buckets).collectives]
+        counts.append(sum(each.count for each in sent if each.kind == "all-reduce" and each.payload_bytes > 1000))
     assert counts == [3, 1]
