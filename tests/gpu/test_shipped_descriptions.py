@@ -5,12 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from described_gpus import differences
+from described_gpus import device_fields, differences
 from paths import ROOT
 
 from jdp.base.chips import GPUS
 from jdp.foresight.targets import resolve as targets
-from jdp.foresight.targets.descriptions import device_fields
 
 pytestmark = pytest.mark.gpu
 

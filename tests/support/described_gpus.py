@@ -1,5 +1,7 @@
 """GPUs that are not there: steps and attention compiled for them, and jdp's descriptions against XLA's."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -10,7 +12,7 @@ import jdp
 from jdp.base.chips import GPUS
 from jdp.experiment.losses import text_loss
 from jdp.foresight.program.module import parse
-from jdp.foresight.targets.descriptions import device_fields, written
+from jdp.foresight.targets.descriptions import written
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import report
@@ -54,6 +56,26 @@ def with_gradients(form):
         return mixed, *pull(cotangent)
 
     return run
+
+
+_TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\s*("(?:[^"\\]|\\.)*"|[^\s{}]+)|(\}))')
+# Fields of the installation, not of the device, or repetitions of other fields.
+_SOFTWARE = ("dnn_version", "driver_version", "runtime_version", "compile_time_toolkit_version", "name")
+
+
+def device_fields(text: str) -> dict[str, str]:
+    """Return the fields of the device without zeros, which XLA does not write; `name` is jax's name for the device."""
+    prefix, path, scalars = "gpu_device_info.", list[str](), dict[str, str]()
+    for opened, name, value, closed in _TOKEN.findall(text):
+        if opened:
+            path.append(opened)
+        elif name:
+            scalars[".".join((*path, name))] = value.strip('"')
+        elif closed:
+            path = path[:-1]
+    device = {k.removeprefix(prefix): v for k, v in scalars.items() if k.startswith(prefix) and v not in ("0", "NONE")}
+    name = scalars.get("device_description_str") or device.get("name", "")
+    return {k: v for k, v in device.items() if k not in _SOFTWARE} | {"name": name}
 
 
 def differences(kind: str, dumped: str) -> list[str]:

@@ -85,7 +85,8 @@ def target(name: str) -> Target:
         return Target(kind, 1, sizes[0], _cpu_devices(name, sizes[0]), None, "cpu", shape=shape)
     if kind in TPUS:
         return _tpu_target(name, kind, shape)
-    chip, config = (GPUS[kind], written(GPUS[kind])) if kind in GPUS else read(kind)
+    chip = GPUS[kind] if kind in GPUS else read(kind)
+    config = written(chip)
     _check_compiler(name)
     hosts, per_host = sizes
     devices = _gpu_devices(name, config, hosts, per_host)
@@ -172,10 +173,7 @@ def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Dev
             "found no working GPU (jax logged why). Start the process with JAX_PLATFORMS=cpu: compiling needs no GPU"
         ) from None
     except RuntimeError as error:
-        raise UserError(
-            f"target {name!r}: this jax's XLA rejects the description of the GPU (a dumped description is valid for "
-            f"the version that wrote it): {error}"
-        ) from error
+        raise UserError(f"target {name!r}: this jax's XLA rejects the description of the GPU: {error}") from error
     return tuple(described.devices)
 
 
