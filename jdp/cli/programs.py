@@ -35,7 +35,7 @@ _DESCRIBED = (
     "Nothing runs on the devices of a target. Make abstract arrays (jax.eval_shape, jax.ShapeDtypeStruct) outside of "
     "jax.set_mesh; or remove the argument `devices`: jax.devices() then has as many virtual CPU devices."
 )
-_SHAPES = "(jitted step, (argument, …)), or (jitted step, (argument, …), {name: argument})"
+_SHAPES = "(jitted step, (argument, …))"
 _MOST_CPUS = 16384  # largest target
 _JDP = str(Path(__file__).parents[1])
 
@@ -172,40 +172,13 @@ def _takes_devices(function: Callable[..., Any], name: str) -> bool:
 
 
 def _step_of(returned: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the step and its positional arguments; keyword arguments come last."""
+    """Return the step and its arguments."""
     parts = list[Any](cast("tuple[Any, ...]", returned) if isinstance(returned, tuple) else ())
-    if len(parts) not in (2, 3) or not callable(parts[0]) or not isinstance(parts[1], tuple | list):
+    if len(parts) != 2 or not callable(parts[0]) or not isinstance(parts[1], tuple | list):
         shown = cut(f"({', '.join(type(each).__name__ for each in parts)})") if parts else type(returned).__name__
-        raise UserError(f"{name} must return {_SHAPES}; given {shown}: return the step and a tuple of its arguments")
-    step, arguments, by_name = parts[0], tuple(parts[1]), parts[2] if len(parts) == 3 else {}
-    if not isinstance(by_name, Mapping):
-        raise UserError(f"{name} must return {_SHAPES}; given {type(by_name).__name__} third: make it a dictionary")
-    if not by_name:
-        return step, arguments
-    try:
-        return _with_keywords(step, len(arguments), [*by_name]), (*arguments, *by_name.values())
-    except (TypeError, ValueError):  # of inspect
-        given = cut(", ".join(map(repr, by_name)))
-        fix = "name other arguments than the tuple's, as Python names them"
-        raise UserError(f"{name} must return {_SHAPES}; given the names {given}: {fix}") from None
-
-
-def _with_keywords(step: Callable[..., Any], count: int, names: Sequence[str]) -> Callable[..., Any]:
-    """Return a step whose last positional arguments are passed on by keyword."""
-    try:
-        parameters = [*inspect.signature(step).parameters][:count]
-    except (TypeError, ValueError):
-        parameters = list[str]()
-    first = parameters + [f"argument_{number}" for number in range(len(parameters), count)]
-
-    def called(*arguments: Any) -> Any:
-        return step(*arguments[:count], **dict(zip(names, arguments[count:], strict=True)))
-
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(each, kind) for each in (*first, *names)])
-    called.__name__ = getattr(step, "__name__", type(step).__name__)
-    called.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    return called
+        fix = "return the step and a tuple of its arguments; for arguments by keyword, a lambda that calls the step"
+        raise UserError(f"{name} must return {_SHAPES}; given {shown}: {fix}")
+    return parts[0], tuple(parts[1])
 
 
 @contextlib.contextmanager

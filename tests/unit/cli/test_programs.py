@@ -33,7 +33,8 @@ def make_step(devices=None):
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices, axis_types=(AxisType.Auto,))
     array = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
     jitted = jax.jit(step, donate_argnums=0)
-    return jitted, (array((64, 64), P()), array((16, 64), P("data"))), {"rate": array((), P())}
+    arguments = (array((64, 64), P()), array((16, 64), P("data")), array((), P()))
+    return lambda w, x, rate: jitted(w, x, rate=rate), arguments
 
 
 def without_devices():
@@ -49,13 +50,8 @@ def not_a_step():
 
 
 def too_few():
-    jitted, (w, _), _ = make_step()
-    return jitted, (w,)
-
-
-def twice():
-    jitted, arguments, _ = make_step()
-    return jitted, arguments, {"w": 1.0}
+    called, (w, *_) = make_step()
+    return called, (w,)
 
 
 def needs(config):
@@ -196,7 +192,6 @@ MISTAKES = {
         r"could not be called:\n.*own_step.py\", line \d+, in other_function\n.*raise.*\n  RuntimeError: no such",
     ),
     "no step": ("own_step.py:not_a_step", [], r"not_a_step must return \(jitted step, .*; given dict: return the step"),
-    "a name twice": ("own_step.py:twice", [], r"twice must return .*; given the names 'w': name other arguments than"),
     "too few": ("own_step.py:too_few", [], r"could not be compiled:\n(.*\n)*  TypeError: .* missing \d required"),
     "arguments": ("own_step.py:needs", [], r"given needs, which needs config: give config a default"),
     "a tolerance alone": ("own_step.py:make_step", ["--tolerance", "3%"], "is for --against; given 3% without"),
