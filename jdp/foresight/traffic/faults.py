@@ -6,8 +6,8 @@ instead of once a step, or too often or too wide for the share of its parameters
 sentence (`Fault`). Traffic that belongs to no parameter (`strays`) is reported even if the contract is kept.
 
 Also signs that a step does something unintended (`symptoms`): a tensor is copied whole to every device because XLA
-could not go from one sharding to another. Keys or random bits travel between devices. The step waits for the host. A
-donated leaf is not updated in place, so it is held twice.
+could not go from one sharding to another. The step waits for the host. A donated leaf is not updated in place, so it is
+held twice.
 """
 
 import math
@@ -250,7 +250,6 @@ def symptoms(reading: Reading, placing: str = AS_PLANNED) -> tuple[str, ...]:
     program = reading.compiled.program
     sentences = [
         *_resharded(reading.compiled, reading.parameters),
-        *_random(reading),
         *_host(program, offloads=reading.offloads),
         *_held_twice(program, reading.donated, placing),
     ]
@@ -306,29 +305,6 @@ def _copied_at(dims: tuple[int, ...], op_name: str, compiled: Compiled) -> str |
     siblings = [c for c in same_shape if (c.op_name or "").rpartition("/")[0] == parent]
     lines = (line_of(c.source_lines) for c in (*exact, *siblings, *same_shape))
     return next((line for line in lines if line), None)
-
-
-# jax's names for random draws: primitives (random_bits, threefry2x32) and the functions around them (_bernoulli).
-_DRAWS = re.compile(
-    r"random_|threefry|rng_|\b_?(?:bernoulli|uniform|normal|normal_real|truncated_normal|gumbel|categorical|randint|"
-    r"shuffle|permutation|dropout)\b"
-)
-
-
-def _random(reading: Reading) -> Iterator[str]:
-    groups: dict[tuple[str, str | None], int] = {}
-    for c in reading.compiled.collectives:
-        drawn = c.op_name is not None and _DRAWS.search(c.op_name) is not None
-        # Random bits and key words are unsigned; tokens, labels and indices are signed in jax, gradients are floats.
-        if c.group_size > 1 and (drawn or c.dtype == "u32"):
-            key = (c.kind, next((piece.source_line for piece in reading.sites.pieces(c) if piece.source_line), None))
-            groups[key] = groups.get(key, 0) + c.payload_bytes * c.count
-    for (kind, line), total in groups.items():
-        yield (
-            f"Random numbers: {kind} of {format_bytes(total)} a step carries keys or random bits{_at(line)}. Draw from "
-            "the key that the loss is given, batch dimension first, jax_threefry_partitionable on: each device draws "
-            "its own."
-        )
 
 
 _CALLBACK = re.compile(r'custom_call_target="([^"]*callback[^"]*)"')

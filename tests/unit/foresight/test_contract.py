@@ -311,17 +311,6 @@ def reshards(params, batch, mesh):
     return jax.lax.with_sharding_constraint(jnp.sin(hidden), NamedSharding(mesh, P(None, "model"))) @ params["v"]
 
 
-def takes_one_of_many_keys(params, batch, mesh):
-    keys = jax.random.split(jax.random.key(1), len(batch["x"]))
-    keys = jax.lax.with_sharding_constraint(keys, NamedSharding(mesh, P("data")))
-    return draws(params, batch, mesh, key=keys[3])
-
-
-def draws(params, batch, mesh, *, key=None):
-    key = jax.random.key(1) if key is None else key
-    return plain(params, batch, mesh) * jax.random.bernoulli(key, 0.5, (len(batch["x"]), 64))
-
-
 def prints(params, batch, mesh):
     jax.debug.print("{}", batch["x"].sum())
     return plain(params, batch, mesh)
@@ -334,9 +323,8 @@ def lines(function):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("on", ["h100:1x8", "cpu:8"])
-@pytest.mark.parametrize("model", [plain, draws])
-def test_a_good_step_has_no_symptom(on, model):
-    assert verified(model, "ddp", on=on, partitioning="auto").symptoms == ()
+def test_a_good_step_has_no_symptom(on):
+    assert verified(plain, "ddp", on=on, partitioning="auto").symptoms == ()
 
 
 @pytest.mark.aot
@@ -345,14 +333,6 @@ def test_resharding_names_the_tensor_and_the_line():
     for symptom in (forward, backward):
         assert symptom.startswith("Resharding: a tensor f32[96, 320] is copied whole to every device to go from ")
         assert any(line in symptom for line in lines(reshards)), symptom
-
-
-@pytest.mark.aot
-def test_random_numbers_that_travel():
-    symptoms = verified(takes_one_of_many_keys, "ddp", partitioning="auto").symptoms
-    places = lines(takes_one_of_many_keys) + lines(draws)
-    assert symptoms and all(symptom.startswith("Random numbers: ") for symptom in symptoms)
-    assert all(any(line in symptom for line in places) for symptom in symptoms), symptoms
 
 
 def test_a_callback_to_the_host():
