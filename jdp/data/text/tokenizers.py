@@ -37,8 +37,6 @@ _AGAIN = 4
 
 # Tokens that close a document in published tokenizers, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
-# Tokens that end an answer in published chat templates, if different.
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>")
 _SPACE, _BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece
 
 
@@ -275,14 +273,10 @@ def _bos(tokenizer: Any, vocabulary: dict[str, int], file: Path) -> tuple[int | 
 
 
 def _ends(vocabulary: dict[str, int], file: Path, separator: int) -> tuple[int, ...]:
-    """Return the separator, and the ids that the model's files beside the tokenizer and its chat template name."""
+    """Return the separator, and the ids that the model's files beside the tokenizer name."""
     _, named = _named(file, "eos_token_id", _OF_MODEL)
     of_model = [token for token in (named if isinstance(named, list) else [named]) if token in vocabulary.values()]
-    _, template = _named(file, "chat_template")
-    if (beside := file.with_name(TEMPLATE)).is_file():
-        template = beside.read_text("utf-8", errors="replace")
-    of_template = [vocabulary[end] for end in _TURN_ENDS if end in vocabulary and end in str(template)]
-    return tuple(dict.fromkeys([separator, *of_model, *of_template]))
+    return tuple(dict.fromkeys([separator, *of_model]))
 
 
 def _named(file: Path, key: str, beside: Sequence[str] = (SETTINGS, TOKENS)) -> tuple[Path, Any]:

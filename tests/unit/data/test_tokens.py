@@ -364,17 +364,13 @@ def test_documents_and_prompts_open_as_the_tokenizer_says(trained, file, rows, p
     assert "are they text" not in capsys.readouterr().err, "the separator that opens them is no doubt"
 
 
-def test_a_text_ends_as_model_and_template_say(trained, file):
+def test_a_text_ends_as_its_model_says(trained, file):
     named = [trained.token_to_id(token) for token in "abc"]
-    saved = tokenizers.Tokenizer.from_str(trained.to_str())
-    saved.add_special_tokens(["<|im_end|>", "<|eot_id|>"])
-    saved.save(str(file))
     assert open_tokenizer(str(file)).ends == (299,) and open_tokenizer("bytes").ends == (0,)
     (file.parent / "config.json").write_text(json.dumps({"eos_token_id": named[0]}))
     assert open_tokenizer(str(file)).ends == (299, named[0])
     (file.parent / "generation_config.json").write_text(json.dumps({"eos_token_id": named[1:]}))
-    (file.parent / "chat_template.jinja").write_text("{{ m }}<|im_end|>")
-    assert open_tokenizer(str(file)).ends == (299, *named[1:], 300)
+    assert open_tokenizer(str(file)).ends == (299, *named[1:])
 
 
 def test_a_mixture_has_one_tokenizer(file, rows):
