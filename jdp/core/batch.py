@@ -34,12 +34,18 @@ def batch_rows(batch: Batch) -> int:
     if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
         by_size = {size: path for path, size in reversed(sizes.items())}
         shown = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
-        fix = (
-            "Put values that belong together into one row; or stack a part for each device, [parts, ...], as for "
-            "graphs, and use jax.vmap over the parts in the loss (jdp/core/losses.md)."
-        )
+        counts = sorted(size[0] for size in by_size if size)
+        fix = "Give the batch an array with a row for each example."
         if () in by_size:
             fix = "Give a scalar to each row: np.full(rows, value); make an array of a list: np.asarray."
+        elif counts:
+            divide = counts[0] > 1 and not any(count % counts[0] for count in counts)
+            rows = " + ".join(str(count // counts[0]) for count in reversed(counts)) if divide else ""
+            fix = (
+                f"Put values that belong together into one row{f', {counts[0]} rows of {rows}' if divide else ''}; or "
+                "stack a part for each device, [parts, ...], as for graphs, and use jax.vmap over the parts in the "
+                "loss (jdp/core/losses.md)."
+            )
         raise UserError(
             "All arrays of a batch share their leading dimension, the examples; given "
             f"{listed(shown, 4) or 'none'}. {fix}"
@@ -107,7 +113,8 @@ def check_operands(mesh: Mesh, batch: Any, **trees: Any) -> None:
 def _listed(devices: Collection[Any]) -> str:
     """Return "16 cpu devices (0, 1, 2, 3, 4, 5, 6, 7 and 8 more)"."""
     numbers = map(str, sorted(device.id for device in devices))
-    return f"{len(devices)} {next(iter(devices)).platform} devices ({listed(numbers, 8)})"
+    kind = f"{next(iter(devices)).platform} device{'s' * (len(devices) > 1)}"
+    return f"{len(devices)} {kind} ({listed(numbers, 8)})"
 
 
 def check_alive(state: Any) -> None:

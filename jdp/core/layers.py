@@ -122,7 +122,11 @@ def looped(
     in_loop = gathers is not None and gathers.boundary.in_loops and not is_batched
     body = _Body(block, changes.flatten(stacked), gathers, remat, leading=1, in_loop=in_loop, is_loop=scan is True)
     if scan == "auto" and traced_device().platform == "gpu":
-        how = "compiled one by one, which copies less than a loop" if body.unrolls else "a loop"
+        most, how = _MOST_UNROLLED["gpu"], "a loop: with a model axis it hides more"
+        if body.unrolls:
+            how = "compiled one by one, which copies less than a loop"
+        elif body.layers > most:
+            how = f"a loop: at most {most} are compiled one by one"
         notice(f'scan = "auto": the {body.layers} layers are {how}')
     return _scanned(body, stacked, x)
 

@@ -76,10 +76,11 @@ class Precision:
         """
         for path, leaf in jax.tree.leaves_with_path(params):
             if leaf.dtype != DTYPES[self.params]:
-                raise UserError(
-                    f"Precision.params is {self.params}, but {path_of(path)} is {leaf.dtype}. Initialise it in "
-                    f"{self.params}, or pass precision=jdp.Precision(params=..., compute=..., reduce=...)."
-                )
+                fix = "or pass precision=jdp.Precision(params=..., compute=..., reduce=...)"
+                if leaf.dtype == jnp.float64:  # the default dtype if 64 bits are enabled
+                    fix = "or unset JAX_ENABLE_X64 (in jax.config: jax_enable_x64)"
+                given = f"Precision.params is {self.params}, but {path_of(path)} is {leaf.dtype}"
+                raise UserError(f"{given}. Initialise it in {self.params}, {fix}.")
 
     def working_shapes(self, params: PyTree) -> PyTree:
         """Return the working copy as `jax.ShapeDtypeStruct`: floating-point leaves in `compute`, others unchanged.

@@ -13,7 +13,7 @@ import jax
 from jax._src.core import trace_state_clean  # nothing public says that another function is being traced
 from jax.sharding import Mesh
 
-from jdp.base.errors import public
+from jdp.base.errors import UserError, public
 from jdp.base.notices import notice
 from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core.batch import check_alive, check_operands, check_state, owned_batch, signature
@@ -198,6 +198,7 @@ class Step(Generic[Kind]):
         plan = self.plan.on(mesh)
         return self if plan == self.plan else Step(self.loss.under(plan))
 
+    @public()
     def changed(self, *, loss_fn: LossFn | None = None, plan: Plan | None = None, **settings: Any) -> Step[Kind]:
         """Return a copy with changes, which chooses its partitioning for itself.
 
@@ -207,8 +208,13 @@ class Step(Generic[Kind]):
             settings: `accumulate`, `check_loss` and `compiler`, as for `make_train_step`.
 
         Raises:
-            ValueError: a setting is out of range.
+            ValueError: another setting is given, or one of these is out of range.
         """
+        if others := sorted(settings.keys() - {"accumulate", "check_loss", "compiler"}):
+            raise UserError(
+                f"A step is changed in loss_fn, plan, accumulate, check_loss, compiler; given {', '.join(others)}. "
+                "Make another step with it: jdp.make_train_step."
+            )
         own = self.loss
         changed = replace(own.settings, **settings)
         changed = replace(changed, compiler=Compiler.of(changed.compiler, own.settings.compiler.buckets))

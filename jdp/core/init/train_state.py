@@ -18,13 +18,15 @@ from jdp.base.notices import notice, warn
 from jdp.core import flax_nnx
 from jdp.core.init.trees import check_init, check_tree, key_of_init, made_sharded, resolve, typed_key
 from jdp.core.plan import Plan, check_plan
-from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.placement import Placement, axes_of
+from jdp.core.sharding.axes import DATA, REPLICA, factors
+from jdp.core.sharding.placement import Placement, axes_of, rest_spec
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.types import InitFn, Model, PyTree
 from jdp.core.update.muon import noting_stacks
 from jdp.core.update.optimizer import check_optimizer, check_update, first_state, products
 
+REPORTED_SHARE = 0.05
+"""Share of a device's part of the state above which the report names a mesh that divides its replicated leaves."""
 LINEN_STATE = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))
 
 
@@ -180,10 +182,22 @@ def _report_indivisible(plan: Plan, state: TrainState, params: Sequence[Placemen
     opt_state = sum(p.bytes_per_device for p in placements if p.reason.partition(";")[0] in mirrors)
     held = opt_state + sum(p.bytes_per_device for p in params)
     share = held / sum(p.bytes_per_device for p in placements)
+    mesh = dividing_mesh(plan, params) if share > REPORTED_SHARE else None
     notice(
         f"{_largest(params)}: no dimension divides by {DATA}={plan.mesh.shape[DATA]}, so every device holds all, "
         f"{format_bytes(held)} with optimizer state, {share:.1%} of its state"
+        + (f"; a mesh of {mesh} divides all" if mesh else "")
     )
+
+
+def dividing_mesh(plan: Plan, params: Sequence[Placement]) -> str | None:
+    """Return "replica=2 × data=4", the mesh with the longest `data` axis that divides all these parameters."""
+    sizes = dict(plan.mesh.shape)
+    for data in range(sizes[DATA] // 2, 1, -1):
+        others = {**sizes, DATA: data}
+        if sizes[DATA] % data == 0 and all(rest_spec(p.shape, p.compute, others, 0)[0] != p.compute for p in params):
+            return factors({REPLICA: sizes.get(REPLICA, 1) * sizes[DATA] // data, DATA: data})
+    return None
 
 
 def _largest(params: Sequence[Placement]) -> str:

@@ -105,15 +105,7 @@ def muon(
         state = optax.contrib.muon(0.0, ns_coeffs, ns_steps).init(jnp.zeros((1, 1)))
         ns_coeffs = optax.tree.get(state, "ns_coeffs")
     numbers = partial(_numbers, muon_weight_dimension_numbers)
-
-    def scaled(updates: PyTree, _: PyTree) -> PyTree:
-        def of_leaf(x: jax.Array, dims: MuonDimensionNumbers) -> jax.Array:
-            _, rows, columns = Form.of(x, dims).sizes
-            largest = max(rows, columns)
-            return x * (sqrt(max(1, columns / rows)) if consistent_rms is None else consistent_rms * sqrt(largest))
-
-        return jax.tree.map(of_leaf, updates, numbers(updates))
-
+    scaled = lambda updates, _: jax.tree.map(partial(_scaled, consistent_rms), updates, numbers(updates))  # noqa: E731
     common: Any = {"eps": eps, "mu_dtype": mu_dtype, "nesterov": nesterov}
     hidden = optax.chain(
         scale_by_muon(
@@ -147,6 +139,12 @@ def _numbers(chosen: Any, params: PyTree) -> PyTree:
         return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
     chosen = chosen(params) if callable(chosen) else chosen
     return jax.tree.broadcast(chosen, params, lambda x: x is None or isinstance(x, MuonDimensionNumbers))
+
+
+def _scaled(rms: float | None, x: jax.Array, dims: MuonDimensionNumbers) -> jax.Array:
+    """Return an update scaled by the sizes of its matrices."""
+    _, rows, columns = Form.of(x, dims).sizes
+    return x * (sqrt(max(1, columns / rows)) if rms is None else rms * sqrt(max(rows, columns)))
 
 
 def scale_by_muon(

@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
 from jdp.base.errors import UserError
+from jdp.base.formatting import listed
 from jdp.base.toml import described
 from jdp.base.tree_paths import path_of
 from jdp.core.plan import Plan
@@ -82,7 +83,7 @@ def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> ClosedJaxpr:
         trace = jax.make_jaxpr(partial(apply, tx), return_shape=True)
         program, (_, after) = trace(params, opt_state, params, loss)
     except Exception as error:
-        raise UserError(_why_not(error)) from error
+        raise UserError(_why_not(error, params)) from error
     old, new = (
         {path_of(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (opt_state, after)
@@ -103,16 +104,18 @@ def products(program: ClosedJaxpr) -> set[int]:
     return {math.prod(x.aval.shape) for eqn in eqns for x in eqn.invars}  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _why_not(error: Exception) -> str:
+def _why_not(error: Exception, params: PyTree) -> str:
     """Describe the failure of an optimizer's update on shapes; jdp is not its cause."""
     given = f"A step gives an optimizer gradients, state, parameters and {GIVEN}= (the loss); this optimizer's update"
     if isinstance(error, TypeError) and "missing" in str(error) and (missing := re.findall(r"'(\w+)'", str(error))):
         return f"{given} also needs {', '.join(missing)}. Leave out its cause, as in optax.lbfgs(linesearch=None)."
     *_, last = traceback.extract_tb(error.__traceback__)
     said = next(iter(str(error).splitlines()), "").rstrip(".")
+    scalars = [path_of(path) for path, leaf in jax.tree.leaves_with_path(params) if not leaf.shape]
     return (
         f"{given} raised {type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno}). Choose another "
         "optimizer, for all parameters or for those that it cannot update (optax.multi_transform)."
+        + (f" Scalars here: {listed(scalars)}." if scalars else "")
     )
 
 
