@@ -318,10 +318,11 @@ class ValueAndGrad(Generic[*Arguments]):
                 "A gradient takes global arrays and shards them itself; given a call inside a shard_map over "
                 f"{', '.join(sorted(manual))}. Call it outside."
             )
-        for leaves in map(jax.tree.leaves, state.params):
+        for number, leaves in enumerate(map(jax.tree.leaves, state.params)):
             if leaves and not any(isinstance(leaf, Tracer) for leaf in leaves):
+                takes = "differentiates" if number in self._numbers else "reads"
                 notice(
-                    "a gradient inside a jitted function takes a model that this function closes over: the weights "
+                    f"a gradient inside a jitted function {takes} a model that this function closes over: the weights "
                     "are constants of the compiled program, and updates do not reach it. Pass the model as an argument"
                 )
 
