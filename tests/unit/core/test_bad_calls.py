@@ -67,6 +67,10 @@ CALLS = {
     ),
     "min_shard_size < 0": (lambda: plan(min_shard_size=-1), "min_shard_size is a whole .* 0 or more; given -1"),
     "a mesh axis is a float": (lambda: jdp.make_mesh(data=8.0), "Mesh axes are integers, .*; given data=8.0"),
+    "a copy of a step has another setting": (
+        lambda: step().changed(donate=False),
+        "changed in loss_fn, plan, accumulate, check_loss, compiler; given donate. Make another step",
+    ),
     "tx was not made": (lambda: state(tx=optax.adam), TX_IS + "the function adam. Call it first"),
     "tx is an nnx.Optimizer": (
         lambda: state(tx=nnx.Optimizer(linear(KEY), TX, wrt=nnx.Param)),

@@ -211,6 +211,22 @@ def test_unsharded_leaves_are_reported_once(reported):
     ]
 
 
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"a": (33, 60), "b": (6, 244)}, "a [33, 60] and 1 more: .*; a mesh of replica=2 × data=4 divides"),
+        ({"a": (33, 61)}, "a [33, 61]: .* of its state$"),
+    ],
+)
+def test_a_mesh_that_divides_is_named(odd, words, reported):
+    for size, is_named in ((1, "mesh" in words), (64, False)):  # next to a larger leaf it is a small share
+        plan = jdp.Plan(jdp.make_mesh(), "zero1")
+        report_placements(plan, abstract(plan, {**odd, "w": (size * 64, 256)}))
+        said = reported()[-1]
+        assert bool(re.search("a mesh of", said)) is is_named
+        assert size > 1 or re.search(words.replace("[", r"\["), said), said
+
+
 def test_notices_go_to_standard_error(monkeypatch, capsys):
     """Once a process, and not if the application has silenced the logger."""
     monkeypatch.setattr(notices, "_said", set())

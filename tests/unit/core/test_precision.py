@@ -32,6 +32,9 @@ def test_weights_must_rest_as_the_precision_says():
     with pytest.raises(ValueError, match=re.escape(message)):
         jdp.Precision.of("fp32").check_params(params)
     jdp.Precision(params="bf16").check_params(params)
+    double = {"b": jax.ShapeDtypeStruct((8,), np.float64)}
+    with pytest.raises(ValueError, match=r"b is float64. Initialise it in fp32, or unset JAX_ENABLE_X64 "):
+        jdp.Precision().check_params(double)
 
 
 @pytest.mark.parametrize(("strategy", "partitioning"), [("ddp", "auto"), ("zero3", "manual")])

@@ -234,8 +234,9 @@ def test_the_partitioning_chosen_and_why(strategy, settings, loss_fn, expected, 
         ({"replica": 2}, 1, shapes(60), r"by replica=2 × data=4 = 8; given 60: the nearest that fit: 56 or 64"),
         ({"model": 2}, 3, shapes(7), "divide by data=4 × accumulate=3 = 12; given 7: the nearest that fit: 12"),
         ({}, 1, shapes() | {"weight": jax.ShapeDtypeStruct((32,), "f")}, "share their leading dimension.*: 32.*: 64"),
+        ({}, 1, shapes() | {"e": jax.ShapeDtypeStruct((16,), "f")}, r"16 rows of 4 \+ 1; or stack a part for"),
         ({}, 1, shapes() | {"rate": jax.ShapeDtypeStruct((), "f")}, r"'rate'\]: a scalar.*np\.full\(rows, value\)"),
-        ({}, 1, {}, "share their leading dimension.*given none"),
+        ({}, 1, {}, "share their leading dimension.*given none. Give the batch an array"),
     ],
 )
 def test_ragged_and_indivisible_batches_are_refused(axes, accumulate, batch, message):
