@@ -131,9 +131,8 @@ class Inspection:
             view = step.loss.view(state, batch)
             spec = step.loss.gradient_spec(state, view)
             spec = replace(spec, settings=replace(spec.settings, wire=None))  # before it is encoded
-            gradients = view_gradients(view.partitioning, spec)
             key, params = jax.random.fold_in(state.rng, consumed), state.params
-            grads, sums, _ = gradients(params, state.model_state, batch, key)
+            grads, sums, _ = view_gradients(view.partitioning, spec, params, state.model_state, batch, key)
             found: dict[str, Any] = {"loss": sums.total / sums.weight}
             for name, tree in {"batch": batch, "params": params, "gradients": grads}.items():
                 leaves = [(path_of(path), x) for path, x in jax.tree.leaves_with_path(tree) if x.size]
@@ -160,7 +159,7 @@ class Inspection:
         spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
 
         def grads(params: PyTree) -> PyTree:
-            return view_gradients("auto", spec)(on_device(params), state.model_state, batch, state.rng)[0]
+            return view_gradients("auto", spec, on_device(params), state.model_state, batch, state.rng)[0]
 
         with tracing_on(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)

@@ -74,7 +74,7 @@ class Collectives:
     @property
     def by_layer(self) -> bool:
         """Whether layer loops gather one layer ahead and reduce one behind."""
-        return False
+        return bool(self.axes) and self.spec.plan.batch_shards > 1
 
     def _constrained(self, x: jax.Array, partition: PartitionSpec, leading: int) -> jax.Array:
         sharding = NamedSharding(self.spec.plan.mesh, PartitionSpec(*partition[leading:]))
@@ -161,10 +161,6 @@ class ManualCollectives(Collectives):
     @property
     def axes(self) -> tuple[str, ...]:
         return self.spec.plan.batch_axes
-
-    @property
-    def by_layer(self) -> bool:
-        return self.spec.plan.batch_shards > 1
 
     def gather(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
         if placement.dim is None:

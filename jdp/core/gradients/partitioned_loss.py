@@ -190,8 +190,8 @@ class PartitionedLoss:
     def gradients(self, state: AnyState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums, PyTree]:
         """Return the gradient of Σtotal / Σweight, in float32 and sharded as at rest, while a step is traced."""
         view = self.view(state, batch)
-        run = view_gradients(view.partitioning, self.gradient_spec(state, view))
-        grads, sums, model_state = run(state.params, state.model_state, batch, key)
+        spec = self.gradient_spec(state, view)
+        grads, sums, model_state = view_gradients(view.partitioning, spec, state.params, state.model_state, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state
 
     def evaluate(self, state: AnyState, batch: Batch) -> Sums:

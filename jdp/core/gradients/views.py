@@ -50,9 +50,16 @@ def chosen_view(requested: Partitioning | None, form: LossForm, shards: int, tra
     return "manual", "the loss returns jdp.Loss, a sum over rows, so each device calls it on its own rows"
 
 
-def view_gradients(view: Partitioning, spec: GradientSpec) -> Callable[..., Any]:
-    """Return a function (params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state), all global."""
-    return partial(_manual_gradients if view == "manual" else _auto_gradients, spec)
+def view_gradients(
+    view: Partitioning, spec: GradientSpec, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
+) -> tuple[PyTree, Sums, PyTree]:
+    """Return (Σ∇total at rest specs, the sums, the model state) of a global batch."""
+    if view == "manual":
+        return _manual_gradients(spec, params, model_state, batch, key)
+    batch = _constrained(spec.plan, batch)
+    grads, sums, after = step_gradients(Collectives(spec), params, model_state, batch, key)
+    shardings = [NamedSharding(spec.plan.mesh, partition) for partition in _aux_specs(spec)]
+    return grads, replace(sums, aux=jax.lax.with_sharding_constraint(sums.aux, shardings)), after
 
 
 def evaluated(view: Partitioning, spec: GradientSpec, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
@@ -68,15 +75,6 @@ def evaluated(view: Partitioning, spec: GradientSpec, params: PyTree, model_stat
 def on_every_device(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """Return a function that every device calls with the same arrays, with the mesh's batch axes named."""
     return _by_device(function, plan, PartitionSpec(), PartitionSpec())
-
-
-def _auto_gradients(
-    spec: GradientSpec, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
-) -> tuple[PyTree, Sums, PyTree]:
-    batch = _constrained(spec.plan, batch)
-    grads, sums, after = step_gradients(Collectives(spec), params, model_state, batch, key)
-    shardings = [NamedSharding(spec.plan.mesh, partition) for partition in _aux_specs(spec)]
-    return grads, replace(sums, aux=jax.lax.with_sharding_constraint(sums.aux, shardings)), after
 
 
 def _manual_gradients(
