@@ -13,9 +13,10 @@ noise: with a head of zeros no row would make a difference. Last, all rows have 
 may compare rows of equal integers, such as a query's. A result that is not finite decides nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -76,13 +77,13 @@ class Trial:
         numbers = np.stack([spread[::2], spread[1::2] if rows >= 2 * count else np.roll(spread[::2], 1)])
         mixtures = self._compiled(_mixtures, numbers, jax.random.key(1))
         try:
-            without_rows = lambda forward, sets: forward(jax.tree.map(lambda x: x[0, :0], sets))[0]  # noqa: E731
-            nothing = self._compiled(without_rows, numbers, constant_key())
+            nothing = self._compiled(_call_parts(_SUMS, lambda x: x[0, :0]), numbers, constant_key())
         except Exception:  # raised by the user's own code
             nothing = None
-        twice = cache(partial(self._compiled, _twice, numbers, constant_key()))  # compiled if it is needed
+        once_and_twice = _call_parts(_SUMS, itemgetter(0), lambda x: jnp.concatenate([x[0], x[0]]))
+        twice = cache(partial(self._compiled, once_and_twice, numbers, constant_key()))  # compiled if it is needed
         for moved in (0, 1, 2):
-            calls, empty = mixtures(moved), nothing and nothing(moved)
+            calls, empty = mixtures(moved), nothing and nothing(moved)[0]
             finding = empty and call_without_rows(empty)
             if finding is None and (empty is None or not np.isfinite(empty.total)):
                 finding = doubled_rows(twice()(moved), count)
@@ -100,8 +101,9 @@ class Trial:
             raise UntriedError(UNDECIDED)
         if not self.statistics:
             return None
-        states = self._compiled(_states, numbers, constant_key())(1)
-        leaves = zip(names_of(self.state.model_state), jax.tree.leaves(self.state.model_state), *states, strict=True)
+        parts = _call_parts(_STATE, itemgetter(0), itemgetter(1), lambda x: x.reshape(-1, *x.shape[2:]))
+        states = [self.state.model_state, *self._compiled(parts, numbers, constant_key())(1)]
+        leaves = zip(names_of(self.state.model_state), *map(jax.tree.leaves, states), strict=True)
         return averaged_state([leaf for leaf in leaves if leaf[0] in self.statistics], count)
 
     def _compiled(self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array) -> Callable[[int], Any]:
@@ -138,15 +140,12 @@ def _mixtures(forward: Callable[[Batch], tuple[Sums, PyTree]], sets: Batch) -> S
     return jax.lax.map(lambda rows: forward(jax.tree.map(lambda x: x[rows], both))[0], places)
 
 
-def _twice(forward: Callable[[Batch], tuple[Sums, PyTree]], sets: Batch) -> tuple[Sums, Sums]:
-    first = jax.tree.map(lambda x: x[0], sets)
-    return forward(first)[0], forward(jax.tree.map(lambda x: jnp.concatenate([x, x]), first))[0]
+_SUMS, _STATE = 0, 1
 
 
-def _states(forward: Callable[[Batch], tuple[Sums, PyTree]], sets: Batch) -> list[list[jax.Array]]:
-    """Return the leaves of the state after the first rows, after the others, and after all of them in one call."""
-    parts = [lambda x: x[0], lambda x: x[1], lambda x: x.reshape(-1, *x.shape[2:])]
-    return [jax.tree.leaves(forward(jax.tree.map(part, sets))[1]) for part in parts]
+def _call_parts(result: int, *parts: Callable[[jax.Array], jax.Array]) -> Callable[..., list[Any]]:
+    """Return a function for `Trial._compiled`: the sums or the state of a call for each part of both sets of rows."""
+    return lambda forward, sets: [forward(jax.tree.map(part, sets))[result] for part in parts]
 
 
 TOLERANCE = 1e-5
@@ -171,7 +170,7 @@ def call_without_rows(empty: Sums) -> str | None:
     return None
 
 
-def doubled_rows(calls: tuple[Sums, Sums], count: int) -> str | None:
+def doubled_rows(calls: Sequence[Sums], count: int) -> str | None:
     """Describe sums that do not double with the rows, and report metrics that do not."""
     for name in ("total", "weight"):
         once, twice = (float(getattr(sums, name)) for sums in calls)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -192,9 +193,9 @@ def _refusal(spec: GradientSpec, name: Partitioning, reason: str) -> str:
 
 def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Partitioning) -> _Reading:
     """Trace the loss on the rows of one call of a view."""
-    plan = spec.plan
+    plan, size = spec.plan, batch_rows(batch)
     calls = spec.settings.accumulate * (plan.batch_shards if partitioning == "manual" else 1)
-    rows = batch_rows(batch) // calls
+    rows = size // calls
     within = partial(on_every_device, plan=plan) if partitioning == "manual" else lambda call: call
     key = None
     if spec.settings.train:
@@ -213,24 +214,19 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
         if key is None and "NoneType" in str(error):
             error.add_note("jdp calls the loss with rng=None in an evaluation: draw random numbers only in training")
         if calls > 1:
-            first, leaves = str(error).partition("\n")[0], jax.tree.leaves(state.model_state)
-            fits = zip(names_of(state.model_state), leaves, strict=True) if _traces(trace, batch_rows(batch)) else ()
-            for name, leaf in (pair for pair in fits if pair[1].shape[:1] == (batch_rows(batch),)):
-                raise UserError(
-                    f"Model state is the same for every part of a batch; given {name}, {list(leaf.shape)}, with a "
-                    f"batch of {batch_rows(batch)} rows, and the loss fails on {rows} of them ({first}). Keep values "
-                    "of rows in the batch, or take accumulate=1 and leave partitioning to jdp."
-                ) from error
+            first, accepts_all = str(error).partition("\n")[0], False
+            with suppress(Exception):  # raised by the user's own code, on all rows too
+                accepts_all = bool(trace(size))
+            for name, leaf in zip(names_of(state.model_state), jax.tree.leaves(state.model_state), strict=True):
+                if accepts_all and leaf.shape[:1] == (size,):
+                    raise UserError(
+                        f"Model state is the same for every part of a batch; given {name}, {list(leaf.shape)}, with a "
+                        f"batch of {size} rows, and the loss fails on {rows} of them ({first}). Keep values of rows in "
+                        "the batch, or take accumulate=1 and leave partitioning to jdp."
+                    ) from error
             error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
         raise
     return _Reading(spec, state, batch, partitioning, calls, rows, trace, jaxpr, form)
-
-
-def _traces(trace: Callable[[int], object], rows: int) -> bool:
-    try:
-        return bool(trace(rows))
-    except Exception:  # raised by the user's own code
-        return False
 
 
 @dataclass(frozen=True)
