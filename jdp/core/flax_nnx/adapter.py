@@ -22,6 +22,7 @@ from flax import nnx
 from flax.core.meta import Partitioned
 from flax.linen.spmd import LogicallyPartitioned, logical_to_mesh_axes
 from flax.nnx.spmd import get_var_pspec
+from flax.traverse_util import unflatten_dict
 from jax.sharding import PartitionSpec
 
 from jdp.base.errors import UserError
@@ -142,20 +143,14 @@ def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[
 
 def metadata(tree: Any) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return (path, spec) for each variable of a module that its metadata shards; () for other trees."""
-    if not isinstance(tree, nnx.Module):
-        return ()
-    variables = ((path, leaf) for path, leaf in _flat(tree).items() if isinstance(leaf, nnx.Variable))
-    specs = ((tuple(map(str, path)), _spec(leaf)) for path, leaf in variables)
-    return tuple(("/".join(path), spec) for path, spec in specs if spec)
-
-
-def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
-    """Return the spec in a variable's metadata; after a plain `vmap` over layers it is for the last dimensions."""
-    spec = get_var_pspec(variable) or PartitionSpec()
-    if not any(spec) or not hasattr(variable.get_value(), "ndim"):  # a tree of arrays
-        return PartitionSpec()
-    missing = variable.get_value().ndim - len(spec)
-    return PartitionSpec(*(None,) * missing, *spec)
+    specs: list[tuple[str, PartitionSpec]] = []
+    for path, variable in _flat(tree).items() if isinstance(tree, nnx.Module) else ():
+        spec = (get_var_pspec(variable) if isinstance(variable, nnx.Variable) else None) or PartitionSpec()
+        rank = getattr(value_of(variable), "ndim", None)
+        if any(spec) and rank is not None:  # None: a tree of arrays
+            missing = rank - len(spec)  # after a plain `vmap` over layers the spec is for the last dimensions
+            specs.append(("/".join(map(str, path)), PartitionSpec(*(None,) * missing, *spec)))
+    return tuple(specs)
 
 
 def split(model: Any, wrt: Any = None) -> tuple[Any, Any, Adapter | None]:
@@ -279,14 +274,7 @@ def with_value(leaf: Any, value: Any) -> Any:
 
 def nested(flat: Flat) -> dict[str, Any]:
     """Return values by path as nested dicts with text keys."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, last = map(str, path)
-        node = tree
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[last] = value
-    return tree
+    return unflatten_dict({tuple(map(str, path)): value for path, value in flat.items()})
 
 
 class _Masked(nnx.BatchNorm):

@@ -53,15 +53,12 @@ class Flattened:
 
     def unflatten(self, arrays: Iterable[Any]) -> Any:
         """Return a copy of the tree with `arrays` instead; a variable shared in the tree is shared in the copy."""
-        remaining = iter(arrays)
-        structures = (jax.tree.structure(node) for node in self.nodes)
-        nodes = [jax.tree.unflatten(s, list(islice(remaining, s.num_leaves))) for s in structures]
+        nodes = jax.tree.unflatten(jax.tree.structure(self.nodes), arrays)
         return jax.tree.unflatten(self.treedef, [nodes[slot] for slot in self.slots])
 
     def changes(self, copy: Any, arrays: Iterable[Any]) -> tuple[Record, list[Any]]:
         """Return the changes of a call in a `copy` made from `arrays`: the record, and the new arrays."""
-        remaining = iter(arrays)
-        given = [list(islice(remaining, jax.tree.structure(node).num_leaves)) for node in self.nodes]
+        given = jax.tree.unflatten(jax.tree.structure(self.nodes), arrays)
         before = {path: given[slot] for path, slot in zip(self.paths, self.slots, strict=True)}
         record: Record = []
         new: list[Any] = []
