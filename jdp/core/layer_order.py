@@ -23,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jdp.core.reading.jaxprs import bind, flops_of, run
 
 _CALLS = ("jit", "closed_call", "checkpoint", "remat2")
+_16_BITS = ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
 _SAME_ELEMENTS = ("transpose", "reshape", "squeeze", "copy")
 _WAITING = {1: (0.5,), 2: (0.5, 0.9), 3: (0.4, 0.6, 0.9)}
 """Number of collectives -> for each, the share of the FLOPs after which a product waits for it."""
@@ -76,16 +77,12 @@ def _wide_products(program: ClosedJaxpr, gradients: Sequence[Any]) -> set[Any]:
             return None
         if eqn.primitive.name in (*_SAME_ELEMENTS, "convert_element_type"):
             return product(eqn.invars[0])
-        return value if _is_16_bit_product(eqn) else None
+        is_plain = eqn.primitive.name == "dot_general" and eqn.params["precision"] is None
+        avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+        return value if is_plain and {x.dtype for x in avals} in _16_BITS else None
 
     wide = (product(value) for value in _variables(gradients) if value.aval.dtype == jnp.float32)
     return {value for value in wide if value is not None}
-
-
-def _is_16_bit_product(eqn: JaxprEqn) -> bool:
-    avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
-    is_plain = eqn.primitive.name == "dot_general" and eqn.params["precision"] is None
-    return is_plain and {x.dtype for x in avals} in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
 
 
 def _waiting(program: ClosedJaxpr, carried: Sequence[Any], sends: int) -> list[Any]:

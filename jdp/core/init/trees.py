@@ -139,17 +139,17 @@ def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
         placements = plan.tree_placements(flax_nnx.split(of)[0], flax_nnx.metadata(of))
         params = {placement.path: placement for placement in jax.tree.leaves(placements)}
         return jax.tree.map(plan.rest_sharding, plan.tree_placements(opened, of=params))
-
-    def sharded(params: PyTree) -> PyTree:
-        return jax.tree.map(plan.rest_sharding, plan.tree_placements(params, specs))
-
+    sharded = lambda params: jax.tree.map(plan.rest_sharding, plan.tree_placements(params, specs))  # noqa: E731
     return flax_nnx.map_parameters(opened, sharded, lambda leaf: plan.replicated)
 
 
 def check_init(init: Any, *, of: bool = False) -> None:
     """Check that `init` can be called with a key, or with parameters if `of`."""
     rule = f"`init` is a function of ({'params' if of else 'rng'}), which makes {'their tree' if of else 'the model'}"
-    if flax_nnx.is_module(init) or not callable(init) or _is_model(init):
+    # a model: an equinox module is a tree of arrays, a linen module has `apply`
+    is_model = hasattr(init, "apply") or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init))
+    is_model &= not isinstance(init, jax.tree_util.Partial)
+    if flax_nnx.is_module(init) or not callable(init) or is_model:
         fix = "Write lambda rng: Model(rngs=nnx.Rngs(rng)), or lambda rng: params for weights that exist"
         if of:
             fix = "Write jdp.init(tx.init, plan, of=params)"
@@ -168,12 +168,6 @@ def check_init(init: Any, *, of: bool = False) -> None:
     except TypeError as error:
         given = getattr(init, "__name__", type(init).__name__) + cut(str(signature))
         raise UserError(f"{rule}; given {given}. Write a function of one argument.") from error
-
-
-def _is_model(init: Any) -> bool:
-    """Return whether a callable is a model: an equinox module is a tree of arrays, a linen module has `apply`."""
-    has_arrays = hasattr(init, "apply") or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init))
-    return has_arrays and not isinstance(init, jax.tree_util.Partial)
 
 
 def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
