@@ -79,7 +79,7 @@ def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float
     """Compare this process' facts with those of the other processes of a mesh. All of them must call this."""
     members = processes_of(mesh)
     if len(members) > 1:
-        _agree(caller, facts, members, wait_seconds)
+        _agree(caller, facts, members, members, wait_seconds)
 
 
 def passed(mesh: Mesh) -> None:
@@ -93,24 +93,20 @@ def passed(mesh: Mesh) -> None:
 def agree_all(caller: str, facts: Sequence[Fact]) -> None:
     """Compare this process' facts with those of all processes, which have just joined, without starting a backend."""
     if joined := joined_as():
-        _agree(caller, facts, tuple(range(joined[1])), JOINED_SECONDS, everyone=True)
+        _agree(caller, facts, (), tuple(range(joined[1])), JOINED_SECONDS)
 
 
-def _agree(
-    caller: str, facts: Sequence[Fact], members: tuple[int, ...], wait_seconds: float, *, everyone: bool = False
-) -> None:
-    """Compare facts among `members`; with `everyone`, among all processes that have joined."""
+def _agree(caller: str, facts: Sequence[Fact], group: Group, members: tuple[int, ...], wait_seconds: float) -> None:
     client = coordination_client()
     if client is None:
         notice("without JAX's coordination service, jdp does not check that the processes agree")
         return
     facts = [Fact("The place in the program", caller, "Every process makes the same calls, in the same order."), *facts]
-    group = () if everyone else members
     _rounds[group] += 1
-    store = Store(client, f"{_prefix(group)}/{_rounds[group]}", members, everyone)
+    store = Store(client, f"{_prefix(group)}/{_rounds[group]}", members)
     store.put("call", str(_calls[group]))
     store.put("facts", json.dumps([_digest(fact.text.encode()) for fact in facts]))
-    if not everyone and group not in _watched:
+    if group and group not in _watched:
         _watched.add(group)
         thread = threading.Thread(target=_watch, args=(client, group), name="jdp agreement", daemon=True)
         atexit.register(_end, thread)

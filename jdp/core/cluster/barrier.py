@@ -90,7 +90,6 @@ class Store:
     client: Any  # JAX's client of the coordination service
     prefix: str  # the beginning of the keys
     members: tuple[int, ...]  # the processes that take part
-    everyone: bool = False  # wait for all processes that the service knows, instead of `members`
 
     @property
     def me(self) -> int:
@@ -119,9 +118,9 @@ class Store:
         self, name: str, seconds: float, caller: str, arrived: str = "here", look: Callable[[], None] = lambda: None
     ) -> None:
         """Wait until all members have come to `caller`; `look` is called meanwhile, and may raise."""
-        barrier, members = f"{self.prefix}/{name}", None if self.everyone else list(self.members)
+        barrier = f"{self.prefix}/{name}", int(seconds * 1000), list(self.members)
         try:
-            _interruptible(lambda: self.client.wait_at_barrier(barrier, int(seconds * 1000), members), look)
+            _interruptible(lambda: self.client.wait_at_barrier(*barrier), look)
         except jax.errors.JaxRuntimeError as error:
             missing = sorted({*self.members} - self.all(arrived).keys()) if _in_vain(error) else []
             if not missing:
