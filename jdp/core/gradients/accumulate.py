@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdp.base.chips import GPUS
+from jdp.base.formatting import listed
 from jdp.base.link_times import Group, group_cost
 from jdp.base.notices import notice
 from jdp.core.batch import batch_rows, joined
@@ -241,12 +242,11 @@ def _gathers_again(gradient: Microbatch, *first: Any) -> bool:
     traced = jax.make_jaxpr(gradient.state_after)(*first)
     if gathers_by_layer(traced.jaxpr):
         return False
-    others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
     holds = "gathers them again in the backward pass, when XLA's scheduler chooses"
     if prints := any(eqn.primitive.name in _PRINTS for eqn in every_eqn(traced.jaxpr)):
         holds = "holds them until the backward pass is done, as zero2 does, because the loss prints or calls back"
     notice(
-        f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and {holds}. jdp.scan_layers gathers "
+        f"zero3 gathers its weights ({listed(sharded, 1)}) at the top of the step and {holds}. jdp.scan_layers gathers "
         "one layer at a time, also of linen and equinox: see jdp/core/scan_layers.md"
     )
     return not prints

@@ -56,7 +56,7 @@ def view_gradients(
     """Return (Σ∇total at rest specs, the sums, the model state) of a global batch."""
     if view == "manual":
         return _manual_gradients(spec, params, model_state, batch, key)
-    batch = _constrained(spec.plan, batch)
+    batch = jax.lax.with_sharding_constraint(batch, spec.plan.batch_sharding)  # however it was sharded before
     grads, sums, after = step_gradients(Collectives(spec), params, model_state, batch, key)
     shardings = [NamedSharding(spec.plan.mesh, partition) for partition in _aux_specs(spec)]
     return grads, replace(sums, aux=jax.lax.with_sharding_constraint(sums.aux, shardings)), after
@@ -66,7 +66,8 @@ def evaluated(view: Partitioning, spec: GradientSpec, params: PyTree, model_stat
     """Return the sums over a global batch, forward only."""
     plan, replicated = spec.plan, PartitionSpec()
     if view == "auto":
-        return evaluate(Collectives(spec), params, model_state, _constrained(plan, batch))
+        batch = jax.lax.with_sharding_constraint(batch, plan.batch_sharding)
+        return evaluate(Collectives(spec), params, model_state, batch)
     in_specs = _rest_specs(plan, spec.placements), replicated, plan.batch_spec
     by_device = _by_device(partial(evaluate, ManualCollectives(spec)), plan, in_specs, replicated)
     return by_device(to_replica_view(params, spec.placements, plan.mesh), model_state, batch)
@@ -113,8 +114,3 @@ def _aux_specs(spec: GradientSpec) -> list[PartitionSpec]:
     """Return the specs of the loss' aux: rows over the batch axes, other arrays replicated."""
     by_row = spec.loss_fn.by_row if isinstance(spec.loss_fn, LossWithAux) else None
     return [spec.plan.batch_spec if has_rows else PartitionSpec() for has_rows in by_row or ()]
-
-
-def _constrained(plan: Plan, batch: Batch) -> Batch:
-    """Shard a batch over the batch axes, however it was sharded before."""
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, plan.batch_sharding), batch)

@@ -134,15 +134,12 @@ def rest_spec(
     if math.prod(shape) < min_shard_size:
         return compute, f"replicated: {math.prod(shape)} elements, fewer than min_shard_size={min_shard_size}"
 
-    def divides(dim: int) -> bool:
-        taken = shards(compute[dim : dim + 1], mesh_shape)
-        return shape[dim] % (taken * count) == 0
-
     def preference(dim: int) -> tuple[bool, bool, int, int]:
         stacked = dim == 0 and len(shape) >= 3
         return (not stacked, spec_entry(compute, dim) is None, shape[dim], -dim)
 
-    candidates = [dim for dim in range(len(shape)) if divides(dim)]
+    pieces = [count * shards(compute[dim : dim + 1], mesh_shape) for dim in range(len(shape))]
+    candidates = [dim for dim, size in enumerate(shape) if size % pieces[dim] == 0]
     if not candidates:
         return compute, f"{INDIVISIBLE} of {list(shape)} divides by {DATA}={count}"
     dim = max(candidates, key=preference)
