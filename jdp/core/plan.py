@@ -2,7 +2,7 @@
 
 Parameters get their compute spec from `rules`, else from the model's own metadata, and their rest spec
 (`placement.rest_spec`). A leaf of the optimizer state that mirrors a parameter, or is derived from one, is sharded like
-it (`optimizer_state.specs_for_leaf`), another one by its own shape. Everything else is replicated.
+it (`placement.specs_for_leaf`), another one by its own shape. Everything else is replicated.
 """
 
 from __future__ import annotations

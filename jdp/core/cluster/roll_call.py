@@ -111,17 +111,16 @@ class RollCall:
         said = _read(connection)
         connection.setblocking(False)
         if {name: type(value) for name, value in said.items()} != _MESSAGE:  # not from a process of this cluster
-            return connection.close()
-        if problem := self._problem(said):
+            connection.close()
+        elif problem := self._problem(said):
             _refuse(connection, problem)
             if self.unit == "process":
                 raise Mismatch(problem)
-            return None
-        if older := here.pop(said["number"], None):
-            text = f"{_who(said)} came twice: give each process its own number, and each machine its own --node-rank."
-            _refuse(older, text)
-        here[said["number"]] = connection
-        return None
+        else:
+            if older := here.pop(said["number"], None):
+                text = "came twice: give each process its own number, and each machine its own --node-rank."
+                _refuse(older, f"{_who(said)} {text}")
+            here[said["number"]] = connection
 
     def _problem(self, said: dict[str, Any]) -> str:
         """Return why this attempt cannot be complete, given another's message; "" if it can."""

@@ -163,10 +163,8 @@ def is_optimizer(tree: Any) -> bool:
 
 def module_inside(tree: Any) -> str | None:
     """Return the path of an NNX module or optimizer inside another pytree; None if there is none."""
-    if _has_variables(tree):
-        return None
     nodes = jax.tree.leaves_with_path(tree, is_leaf=_has_variables)
-    found = (path for path, node in nodes if _has_variables(node))
+    found = (path for path, node in nodes if path and _has_variables(node))
     return next((jax.tree_util.keystr(path) for path in found), None)
 
 
