@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jdp.base.tree_paths import path_of
-from jdp.core.reading.jaxprs import count_flops
+from jdp.core.reading import count_flops
 
 
 @dataclass(frozen=True)

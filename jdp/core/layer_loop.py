@@ -31,7 +31,7 @@ from jax.core import Tracer
 
 from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.layer_order import LayerDerivative
-from jdp.core.reading.jaxprs import run
+from jdp.core.reading import run
 from jdp.core.sharding.mesh import traced_model_axes
 from jdp.core.sharding.placement import Placement
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jdp.core.reading.jaxprs import bind, flops_of, run
+from jdp.core.reading import bind, flops_of, run
 
 _CALLS = ("jit", "closed_call", "checkpoint", "remat2")
 _16_BITS = ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})

@@ -7,7 +7,7 @@ import jax
 
 from jdp.base.errors import UserError
 from jdp.base.words import Rematerialise
-from jdp.core.reading.jaxprs import ELEMENTWISE, REDUCTIONS, every_eqn
+from jdp.core.reading import ELEMENTWISE, REDUCTIONS, every_eqn
 
 Remat = Rematerialise | Callable[..., bool] | None
 

@@ -22,7 +22,7 @@ from jdp.core.gradients.loss_call import check_loss_takes
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
 from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
-from jdp.core.reading.collectives import TracedCollectives, read_collectives
+from jdp.core.reading import TracedCollectives, read_collectives
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
 from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.state import TrainState

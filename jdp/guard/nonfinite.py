@@ -24,7 +24,7 @@ from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.views import view_gradients
-from jdp.core.reading.jaxprs import places_made
+from jdp.core.reading import places_made
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import TrainState, trained_part

@@ -18,7 +18,7 @@ from trainings import abstract_step, assert_close, plan_of, train
 import jdp
 from jdp.core import layers
 from jdp.core.gradients.accumulate import hides_collectives
-from jdp.core.reading.jaxprs import every_eqn
+from jdp.core.reading import every_eqn
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import report

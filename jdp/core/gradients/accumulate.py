@@ -32,8 +32,7 @@ from jdp.core.gradients.boundary import Boundary, Weight, cast_and_gather
 from jdp.core.gradients.collectives import Collectives, GradientSpec, map_leaves, sum_leaves
 from jdp.core.gradients.loss_call import Sums, TracedLoss, changed_leaves, refuse_varying
 from jdp.core.gradients.wire import seeds, seeds_by_row
-from jdp.core.reading.collectives import gathers_by_layer, reduced_by_layer
-from jdp.core.reading.jaxprs import count_flops, every_eqn
+from jdp.core.reading import count_flops, every_eqn, gathers_by_layer, reduced_by_layer
 from jdp.core.rematerialisation import keep_costly
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.mesh import batch_axes, traced_mesh, traced_model_axes

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.precision import Precision
-from jdp.core.reading.collectives import parameter_scope, reduction_scope
+from jdp.core.reading import parameter_scope, reduction_scope
 from jdp.core.sharding.placement import Placement
 
 Collective = Callable[..., jax.Array]

@@ -25,8 +25,7 @@ from jdp.core.gather_rows import recording
 from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.layers import GatherTable, gathering
 from jdp.core.precision import Precision
-from jdp.core.reading.collectives import AT_TOP
-from jdp.core.reading.jaxprs import passed_on
+from jdp.core.reading import AT_TOP, passed_on
 from jdp.core.state import AnyState
 from jdp.core.types import Batch, Loss, LossFn, PartsError, PyTree
 

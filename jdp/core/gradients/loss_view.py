@@ -38,7 +38,7 @@ from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError, drawn_
 from jdp.core.gradients.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
 from jdp.core.gradients.views import chosen_view, on_every_device
 from jdp.core.plan import Plan
-from jdp.core.reading.jaxprs import every_eqn, user_line
+from jdp.core.reading import every_eqn, user_line
 from jdp.core.sharding.host_memory import is_described
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState

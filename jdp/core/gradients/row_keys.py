@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from jdp.base.errors import UserError
-from jdp.core.reading.jaxprs import scan_counts, user_line
+from jdp.core.reading import scan_counts, user_line
 from jdp.core.types import PartsError
 
 THREEFRY = "threefry2x32"

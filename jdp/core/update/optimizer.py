@@ -28,8 +28,7 @@ from jdp.base.formatting import listed
 from jdp.base.toml import described
 from jdp.base.tree_paths import path_of
 from jdp.core.plan import Plan
-from jdp.core.reading.collectives import UPDATE
-from jdp.core.reading.jaxprs import DECOMPOSITIONS, every_eqn
+from jdp.core.reading import DECOMPOSITIONS, UPDATE, every_eqn
 from jdp.core.sharding.host_memory import to_device, to_host
 from jdp.core.sharding.placement import Placement
 from jdp.core.state import TrainState, trained_part, with_trained

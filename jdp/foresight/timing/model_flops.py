@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jdp.base.chips import CHIPS
 from jdp.core.gradients.loss_call import traced_dtype
-from jdp.core.reading.jaxprs import count_flops
+from jdp.core.reading import count_flops
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jdp.base.formatting import format_bytes, listed
-from jdp.core.reading.collectives import UPDATE
+from jdp.core.reading import UPDATE
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.step import Step

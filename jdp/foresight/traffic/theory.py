@@ -35,7 +35,7 @@ from jdp.base.errors import UserError
 from jdp.base.words import Encoding
 from jdp.core.gradients.wire import is_encoded, row_bytes
 from jdp.core.plan import MIN_SHARD_SIZE, Plan
-from jdp.core.reading.collectives import Gathered
+from jdp.core.reading import Gathered
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.sharding.strategy import STRATEGIES, strategy

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from trainings import abstract_step, assert_close, plan_of
 
 import jdp
-from jdp.core.reading.jaxprs import every_eqn
+from jdp.core.reading import every_eqn
 
 LAYERS, WIDTH = 3, 16
 

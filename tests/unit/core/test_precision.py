@@ -10,7 +10,7 @@ import pytest
 from trainings import abstract_step, plan_of, train
 
 import jdp
-from jdp.core.reading.jaxprs import every_eqn
+from jdp.core.reading import every_eqn
 
 FEATURES, ROWS = 16, 16
 BF16 = jnp.bfloat16

@@ -11,7 +11,7 @@ from flax import nnx
 from trainings import abstract_step
 
 import jdp
-from jdp.core.reading.jaxprs import count_flops
+from jdp.core.reading import count_flops
 from jdp.experiment.losses import text_loss
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.models import GPTConfig, build, linear_next_token_loss

@@ -8,7 +8,7 @@ import pytest
 from counted_flops import flops_per_example
 from flax import nnx
 
-from jdp.core.reading.jaxprs import count_flops
+from jdp.core.reading import count_flops
 from jdp.models import SIZES, ResNetConfig, ViTConfig, build, parameter_count
 
 BOTTLENECK = ResNetConfig(classes=5, blocks=(1, 2), block="bottleneck", width=4, image_size=13, channels=2)

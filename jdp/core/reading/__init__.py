@@ -1,1 +1,0 @@
-"""Programs are read here: operations, collectives and FLOPs of jaxprs."""
