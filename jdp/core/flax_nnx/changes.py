@@ -86,13 +86,10 @@ class Flattened:
 def flatten(tree: Any) -> Flattened:
     """Flatten a pytree down to NNX variables and other leaves."""
     leaves, treedef = jax.tree.flatten_with_path(tree, is_leaf=_is_variable)
-    slot_of: dict[int, int] = {}
-    nodes: list[Any] = []
-    for _, node in leaves:
-        if id(node) not in slot_of:
-            slot_of[id(node)] = len(nodes)
-            nodes.append(node)
-    return Flattened(tree, treedef, [path for path, _ in leaves], nodes, [slot_of[id(node)] for _, node in leaves])
+    nodes = {id(node): node for _, node in leaves}
+    slot_of = {key: slot for slot, key in enumerate(nodes)}
+    paths, slots = [path for path, _ in leaves], [slot_of[id(node)] for _, node in leaves]
+    return Flattened(tree, treedef, paths, [*nodes.values()], slots)
 
 
 def closed_over(call: Any, excluding: Iterable[Any]) -> list[nnx.Variable[Any]]:

@@ -1,13 +1,7 @@
 """The gradient of a step: one algorithm for every strategy and both partitionings.
 
-1. Gather the working copy in compute dtype, if there are several microbatches and the strategy gathers once a step.
-   Otherwise weights are gathered where the loss uses them (`boundary.py`).
-2. Differentiate the loss's *total* for one microbatch, or for several in turn. If the strategy sums the gradients of
-   each microbatch over devices, or there is only one microbatch, the backward pass sums them.
-3. Sum the rest once a step: gradients (ddp, zero1), small leaves, the `replica` axis.
-4. Sum totals, weights and metrics over devices. Nothing is divided here: the caller divides by the global weight, once.
-
-`auto` and `manual` each supply a `Collectives`, which gathers, reduces and sums.
+`jdp.core.gradients` shows its four parts. With one microbatch the backward pass sums all gradients over devices.
+Nothing is divided here: the caller divides by the global weight, once.
 """
 
 from __future__ import annotations
