@@ -60,6 +60,8 @@ class View:
     is_random: bool  # it draws random numbers
 
 
+Trials = dict[Hashable, str | None]
+"""The results of a loss' trials: `form_of` a model and its batch, whatever the number of rows -> the finding."""
 MOST_DRAWN = 2**30
 """Bytes of weights and rows that are drawn for a trial inside of `jit`."""
 IN_TRAINING_ALONE = "rows change each other in training alone, as in a batch norm"
@@ -71,54 +73,46 @@ def form_of(state: AnyState, batch: Batch, size: Literal["ndim", "shape"]) -> Ha
     return state.static.adapter, structure, tuple([(getattr(x, size), traced_dtype(x)) for x in leaves])
 
 
-class TrialOnce:
-    """The trial of one loss: once for each form of its model and its batch, whatever the number of rows."""
-
-    def __init__(self) -> None:
-        self._results: dict[Hashable, str | None] = {}
-
-    def is_of(self, state: AnyState, batch: Batch) -> bool:
-        """Return True if the loss was tried on values of this form."""
-        return form_of(state, batch, "ndim") in self._results
-
-    def __call__(self, values: Values, trial: Trial, rows: int) -> str | None:
-        """Return why the loss cannot be called on parts of the batch; None if it can."""
-        form = form_of(trial.state, trial.batch, "ndim")
-        if values == "drawn" and form not in self._results and not _is_drawable(trial):
+def try_once(trials: Trials, values: Values, trial: Trial, rows: int) -> str | None:
+    """Return why the loss cannot be called on parts of the batch, or None if it can; try it once for each form."""
+    form = form_of(trial.state, trial.batch, "ndim")
+    if form not in trials:
+        if values == "abstract" or (values == "drawn" and not _is_drawable(trial)):
             return None
-        if form not in self._results and values != "abstract":
-            self._results[form] = self._finding(trial, rows) if values == "real" else self._on_drawn_values(trial, rows)
-        return self._results.get(form)
+        trials[form] = _finding(trial, rows) if values == "real" else _finding_on_drawn_values(trial, rows)
+    return trials[form]
 
-    def _finding(self, trial: Trial, rows: int) -> str | None:
-        adapter = trial.state.static.adapter
-        try:
-            finding = trial.finding(rows)
-        except UntriedError as error:
-            return f"whether it is a sum over rows is not known: {error}"
-        trains = trial.spec.settings.train and adapter is not None and adapter.has_statistics
-        if finding is None or trial.statistics or not trains:
-            return finding
-        try:
-            return finding if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
-        except UntriedError:
-            return finding
 
-    def _on_drawn_values(self, trial: Trial, rows: int) -> str | None:
-        """Return the finding on drawn weights and rows, with larger integers if nothing was decided."""
-        plan, state, finding = trial.spec.plan, trial.state, None
-        rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), trial.spec.placements)
-        replicated = jax.tree.map(lambda _: plan.replicated, state.model_state)
-        shardings = jax.tree.map(lambda _: plan.batch_sharding, trial.batch)
-        with jax.ensure_compile_time_eval():
-            params, variables = drawn_like(state.params, rest), drawn_like(state.model_state, replicated, positive=True)
-            drawn = replace(trial, state=replace(state, params=params, model_state=variables))
-            for integers in (1, 9, 99):
-                batch = drawn_like(trial.batch, shardings, integers=integers, positive=integers > 1)
-                finding = self._finding(replace(drawn, batch=batch), rows)
-                if finding is None or not finding.endswith(UNDECIDED):
-                    break
-        return finding and f"{finding} (tried on drawn values; `check`, outside jit, tries real values)"
+def _finding(trial: Trial, rows: int) -> str | None:
+    adapter = trial.state.static.adapter
+    try:
+        finding = trial.finding(rows)
+    except UntriedError as error:
+        return f"whether it is a sum over rows is not known: {error}"
+    trains = trial.spec.settings.train and adapter is not None and adapter.has_statistics
+    if finding is None or trial.statistics or not trains:
+        return finding
+    try:
+        return finding if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
+    except UntriedError:
+        return finding
+
+
+def _finding_on_drawn_values(trial: Trial, rows: int) -> str | None:
+    """Return the finding on drawn weights and rows, with larger integers if nothing was decided."""
+    plan, state, finding = trial.spec.plan, trial.state, None
+    rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), trial.spec.placements)
+    replicated = jax.tree.map(lambda _: plan.replicated, state.model_state)
+    shardings = jax.tree.map(lambda _: plan.batch_sharding, trial.batch)
+    with jax.ensure_compile_time_eval():
+        params, variables = drawn_like(state.params, rest), drawn_like(state.model_state, replicated, positive=True)
+        drawn = replace(trial, state=replace(state, params=params, model_state=variables))
+        for integers in (1, 9, 99):
+            batch = drawn_like(trial.batch, shardings, integers=integers, positive=integers > 1)
+            finding = _finding(replace(drawn, batch=batch), rows)
+            if finding is None or not finding.endswith(UNDECIDED):
+                break
+    return finding and f"{finding} (tried on drawn values; `check`, outside jit, tries real values)"
 
 
 def _is_drawable(trial: Trial) -> bool:

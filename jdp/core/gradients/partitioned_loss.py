@@ -23,7 +23,7 @@ from jdp.core.cluster.agreement import passed, processes_of
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients.collectives import GradientSpec
 from jdp.core.gradients.loss_call import Sums
-from jdp.core.gradients.loss_view import TrialOnce, Values, View, form_of, settle_view
+from jdp.core.gradients.loss_view import Trials, Values, View, form_of, settle_view, try_once
 from jdp.core.gradients.views import REQUESTED, evaluated, view_gradients
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
@@ -55,7 +55,7 @@ class PartitionedLoss:
         self.compiled: dict[str, Any] = {}  # jitted functions by name; cleared if the view of the loss changes
         self._place = place  # the parameters' placements, if they differ from a train state's
         self._views: dict[Hashable, View] = {}
-        self._trial = TrialOnce()
+        self._trials: Trials = {}
         self._agreed: set[Hashable] = set()  # shapes that all processes agree on
         self._last_agreed: Hashable = None
         self._dispatched: jax.Array | None = None  # the loss of the last call
@@ -92,10 +92,10 @@ class PartitionedLoss:
         placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
         self.settings.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
         shapes = form_of(state, batch, "shape")
-        if shapes in self._views and (values != "real" or self._trial.is_of(state, batch)):
+        if shapes in self._views and (values != "real" or form_of(state, batch, "ndim") in self._trials):
             return self._views[shapes]
         before = self._views.pop(shapes, None)
-        settled = settle_view(self.gradient_spec(state), state, batch, partial(self._trial, values))
+        settled = settle_view(self.gradient_spec(state), state, batch, partial(try_once, self._trials, values))
         if before is not None and (before.partitioning, before.draws) != (settled.partitioning, settled.draws):
             self.compiled.clear()  # they may have been lowered for the previous view
         self._views[shapes] = settled
@@ -117,7 +117,7 @@ class PartitionedLoss:
     def under(self, plan: Plan) -> PartitionedLoss:
         """Return this loss for another plan, with the findings of its trial."""
         other = PartitionedLoss(self.loss_fn, plan, self.settings, self.noun, self._place)
-        other.is_checked, other._trial = self.is_checked, self._trial
+        other.is_checked, other._trials = self.is_checked, self._trials
         return other
 
     @cached_property
