@@ -112,8 +112,12 @@ class Collectives:
 
     def key_of(self, key: jax.Array, rows: int, index: Any, count: int, /) -> jax.Array:
         """Return the key that the loss gets for `rows` rows, microbatch `index` of `count`: a row key if it draws."""
-        draws = self.spec.draws
-        return key if draws is None else draws.key(key, offset=index, stride=count, total=rows * count)
+        if (draws := self.spec.draws) is None:
+            return key
+        own_rows, devices = rows * count, self.spec.plan.batch_shards if self.axes else 1
+        device = jax.lax.axis_index(self.axes) if self.axes else 0
+        first = jnp.uint32(device) * jnp.uint32(own_rows) + jnp.uint32(index)
+        return draws.key(key, offset=first, stride=count, total=own_rows * devices)
 
 
 def map_leaves(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:
@@ -223,13 +227,6 @@ class ManualCollectives(Collectives):
 
     def microbatches(self, batch: Batch, count: int) -> Batch:
         return jax.tree.map(lambda x: interleave(x, count), batch)
-
-    def key_of(self, key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
-        if (draws := self.spec.draws) is None:
-            return key
-        own_rows, device = rows * count, jax.lax.axis_index(self.axes).astype(jnp.uint32)
-        first = device * jnp.uint32(own_rows) + jnp.uint32(index)
-        return draws.key(key, offset=first, stride=count, total=own_rows * self.spec.plan.batch_shards)
 
 
 def _gathered(shard: jax.Array, dim: int) -> jax.Array:
