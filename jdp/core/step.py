@@ -7,6 +7,7 @@ the sharded weights (`update/optimizer.py`).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import jax
@@ -33,15 +34,10 @@ from jdp.core.update.optimizer import at_rest, fetched, guarded_update
 Kind = TypeVar("Kind")
 
 
-def _check_call(step: Step[Any], state: TrainState, batch: Batch) -> None:
+def _check_call(step: Step[Any], state: TrainState, batch: Batch, *, lowers: bool = False) -> None:
     """Check the operands of a call that failed, because JAX's own errors would name jdp's internals."""
-    check_state(state, "step(state, batch)", batch)
-    check_operands(step.plan.mesh, batch, state=state)
-
-
-def _check_lowering(step: Step[Any], state: TrainState, batch: Batch) -> None:
-    check_state(state, "step.lower(state, batch)", batch)
-    check_operands(mesh_of(state) or step.plan.mesh, batch, state=state)
+    check_state(state, f"step{'.lower' if lowers else ''}(state, batch)", batch)
+    check_operands((mesh_of(state) if lowers else None) or step.plan.mesh, batch, state=state)
 
 
 class Step(Generic[Kind]):
@@ -138,7 +134,7 @@ class Step(Generic[Kind]):
         step.__name__ = "train_step" if loss.settings.train else "eval_step"  # the program's name in profiles
         return jax.jit(step, donate_argnums=donated, compiler_options=options or None)
 
-    @public(_check_lowering)
+    @public(partial(_check_call, lowers=True))
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """Trace and lower the step, for real or abstract values, on the mesh of `state`.
 

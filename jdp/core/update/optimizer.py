@@ -34,9 +34,6 @@ from jdp.core.sharding.placement import Placement
 from jdp.core.state import TrainState, trained_part, with_trained
 from jdp.core.types import PyTree
 
-GIVEN = "value"
-"""Optax' name for the loss, an optimizer's argument besides gradients, state and parameters."""
-
 
 def is_optimizer(tx: Any) -> bool:
     return not isinstance(tx, type) and all(callable(getattr(tx, name, None)) for name in ("init", "update"))
@@ -57,7 +54,7 @@ def apply(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.A
     try:
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
     except TypeError as error:  # an optimizer with other extra arguments (optax.contrib.sam)
-        if f"unexpected keyword argument {GIVEN!r}" not in str(error):
+        if "unexpected keyword argument 'value'" not in str(error):
             raise
         updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
@@ -105,7 +102,7 @@ def products(program: ClosedJaxpr) -> set[int]:
 
 def _why_not(error: Exception, params: PyTree) -> str:
     """Describe the failure of an optimizer's update on shapes; jdp is not its cause."""
-    given = f"A step gives an optimizer gradients, state, parameters and {GIVEN}= (the loss); this optimizer's update"
+    given = "A step gives an optimizer gradients, state, parameters and value= (the loss); this optimizer's update"
     if isinstance(error, TypeError) and "missing" in str(error) and (missing := re.findall(r"'(\w+)'", str(error))):
         return f"{given} also needs {', '.join(missing)}. Leave out its cause, as in optax.lbfgs(linesearch=None)."
     *_, last = traceback.extract_tb(error.__traceback__)
