@@ -191,12 +191,11 @@ def _first_difference(published: dict[int, str], facts: Sequence[Fact]) -> dict[
 
 def _message(caller: str, fact: Fact, differing: dict[str, Any], texts: Sequence[str]) -> str:
     """Return the error as one line: the rule, the processes that differ, their difference, the fix."""
-    pairs = zip(*(_lines(text) for text in texts), strict=False)
-    number, pair = next(((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]), (None, None))
-    shown = differing["shown"]
+    shown, lines = differing["shown"], [[line.strip() for line in text.splitlines()] for text in texts]
+    pairs = enumerate(zip(*lines, strict=False))
+    number, pair = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (None, None))
     if pair is None:
-        lengths = [len(_lines(text)) for text in texts]
-        difference = f"process {shown[0]} has {lengths[0]} lines of it and process {shown[1]} has {lengths[1]}"
+        difference = f"process {shown[0]} has {len(lines[0])} lines of it and process {shown[1]} has {len(lines[1])}"
     else:
         line = f" (line {number + 1})" if number else ""
         excerpts = zip(shown, _around(*pair), strict=True)
@@ -205,10 +204,6 @@ def _message(caller: str, fact: Fact, differing: dict[str, Any], texts: Sequence
     verb = "differs" if len(differing["differ"]) == 1 else "differ"
     at = "" if fact.text == caller else f", at {caller}"
     return f"{fact.name} must be the same on every process{at}; {who} {verb}: {difference}. {fact.fix}"
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines()]
 
 
 def _around(one: str, other: str) -> tuple[str, str]:
