@@ -23,6 +23,7 @@ from jdp.base.tree_paths import check_keys, matches, path_of
 from jdp.base.words import is_integer
 from jdp.checkpoint.errors import CheckpointError
 from jdp.core import flax_nnx
+from jdp.core.batch import check_state
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
@@ -86,13 +87,14 @@ class Content:
         """The leaves by path, such as "params/layers/kernel"; Python's numbers as NumPy arrays."""
         leaves = by_path(dict(self.fields))
         for path, leaf in leaves.items():
-            if isinstance(leaf, bool | int | float):
-                leaves[path] = np.asarray(leaf)
-            elif not hasattr(leaf, "dtype"):
+            if hasattr(leaf, "dtype"):
+                continue
+            if not isinstance(leaf, bool | int | float):
                 raise CheckpointError(
                     f"A checkpoint holds a tree of arrays and numbers; {path} is {leaf!r}. Leave it out: text goes "
                     "into `record`."
                 )
+            leaves[path] = np.asarray(leaf)
         return leaves
 
 
@@ -115,6 +117,8 @@ def number_of(state: Any, step: Any) -> int:
                 "Leave out step."
             )
         return own
+    if isinstance(state, tuple) and any(isinstance(entry, TrainState) for entry in state):
+        check_state(state, "checkpoints.save(state)")  # a step's whole result: the error says how to take it apart
     if not is_integer(step) or step < 0:
         raise UserError(
             f"A tree is saved under a step number, 0 or more; given step={step!r}. Write "

@@ -119,7 +119,9 @@ class RunFolder:
 
     def close(self, *, remove: bool = False) -> None:
         """Release the lock; the folder stays for the next start unless it is to be removed."""
-        os.close(self._handle)
+        if self._handle >= 0:  # a second call must not close another file's descriptor
+            os.close(self._handle)
+            self._handle = -1
         if remove:
             shutil.rmtree(self.path, ignore_errors=True)
 

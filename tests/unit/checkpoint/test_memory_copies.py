@@ -56,6 +56,7 @@ def killed(checkpoints):
     """What a kill leaves: everything that was committed."""
     checkpoints._memory._wait()
     checkpoints._memory._folder.close()
+    checkpoints._memory._folder.close()  # a second call closes no other file
 
 
 def left_by(tmp_path, *steps, stored=None):

@@ -90,6 +90,8 @@ def test_bad_trees_are_refused(saved, tmp_path):
             checkpoints.save({"name": "x"}, step=1)
         with pytest.raises(ValueError, match="A train state is saved under the number"):
             checkpoints.save(at(1), step=9)
+        with pytest.raises(ValueError, match=r"given a tuple \(TrainState, dict\).*`state, metrics = step\("):
+            checkpoints.save((at(1), {"loss": 1.0}), step=1)
         assert checkpoints.steps == []
     with pytest.raises(jdp.CheckpointError, match=r"has tree/epoch as .*nothing is wanted"):
         jdp.restore(folder / "one", {"model": tree["model"]})
