@@ -180,7 +180,6 @@ class Checkpoints:
         description = {**table, "record": to_json(record or {}, "record"), "metrics": numbers}
         with self._save_errors(step):
             on_first_process(self._begin)
-            self._leave_memory()
             self._arrays.save(self._staging(step) / ARRAYS, args=ocp.args.PyTreeSave(leaves), force=True)
         self._saving = step, self._background.submit(self._commit, self._arrays, step, description, name)
         self._last, self._reached, self._last_arrays = step, step, state_arrays
@@ -214,7 +213,12 @@ class Checkpoints:
             self._last = None
         if self._reached is not None:
             self._reached = min(self._reached, step)
-        on_first_process(lambda: self._set_aside(step))
+
+        def set_aside() -> None:
+            self._leave_memory()
+            upkeep.abandon(self.directory, step)
+
+        on_first_process(set_aside)
 
     def save_in_memory(self, state: Any, record: Mapping[str, Any] | None = None, *, step: int | None = None) -> bool:
         """Copy `state` into the hosts' memory, at every `keep_in_memory`-th call. Every process calls it.
@@ -253,24 +257,19 @@ class Checkpoints:
         """Read a checkpoint onto the shardings of `target`; return the state and the record saved with it.
 
         Args:
-            target: `jdp.abstract_state(...)`, a real state, or a tree like the saved one; its values are not read. Any
-                strategy, mesh and number of devices.
+            target: as for `jdp.restore`: of any strategy, mesh and number of devices.
             step: a step; "best" for the best by the metric, None for the newest complete one.
-
-        Returns:
-            The state, with the shardings of `target`, and the record.
 
         Raises:
             CheckpointError: there is no such checkpoint, it does not fit `target`, or it is damaged.
             ValueError: a leaf of `target` has no sharding.
         """
-        self.wait()
         chosen, (state, record) = self._read(step, lambda source: (content.read_state(source, target), source.record()))
         is_stored = chosen in upkeep.committed_steps(self.directory)
         self._last, self._last_arrays = chosen if is_stored else None, _references(Content.of(state).leaves)
         self._reached = max(chosen, -1 if self._reached is None else self._reached)
         if self._memory is not None and is_stored:
-            self._memory.restored(chosen)
+            self._memory.restored = chosen
         return state, record
 
     def restore_params(
@@ -281,24 +280,16 @@ class Checkpoints:
         missing: Sequence[str] = (),
         ignore: Sequence[str] = (),
     ) -> PyTree:
-        """Read only the parameters and the model state, for inference or a fresh start.
+        """Read only the parameters and the model state, for inference or a fresh start: see `jdp.restore_params`.
 
         Args:
-            target: a state, real or abstract, with any optimizer; or a tree of parameters with shardings.
-            step: a step; "best" for the best by the metric, None for the newest complete one.
-            missing: path patterns (`fnmatch`) of parameters that the checkpoint may lack; they keep the target's
-                values.
-            ignore: path patterns of parameters in the checkpoint to skip; each must match.
-
-        Returns:
-            `target` with new parameters and model state, or new leaves; see `jdp.restore_params`.
+            target, missing, ignore: as for `jdp.restore_params`.
+            step: as for `restore`.
 
         Raises:
-            CheckpointError: there is no such checkpoint, it does not fit `target`, or it is damaged; or a pattern of
-                `ignore` matches nothing.
+            CheckpointError: as `restore` does; or a pattern of `ignore` matches nothing.
             ValueError: a leaf of `target` has no sharding.
         """
-        self.wait()
         return self._read(step, lambda source: content.read_params(source, target, missing=missing, ignore=ignore))[1]
 
     def wait(self) -> None:
@@ -350,17 +341,16 @@ class Checkpoints:
 
     def _read(self, step: int | Literal["best"] | None, read: Callable[[Source], _T]) -> tuple[int, _T]:
         """Read a step, or the newest complete one, and set aside damaged later ones. Return its number and value."""
+        self.wait()
         if step is None and self._memory is not None:
             found = self._memory.read(max(self.steps, default=-1), read)
             if found is not None:
                 return found
         if step is None and self.steps:
-            value, chosen = upkeep.read_newest(self.directory, read, aside=True)
-        else:
-            best = self.best if step == "best" else None
-            folder, fix = self._retention.chosen(self.directory, self.steps, step, best)
-            value, chosen = read(Stored(folder, fix)), int(folder.name)
-        return chosen, value
+            return upkeep.read_newest(self.directory, read, aside=True)
+        best = self.best if step == "best" else None
+        folder, fix = self._retention.chosen(self.directory, self.steps, step, best)
+        return int(folder.name), read(Stored(folder, fix))
 
     def _metrics(self) -> dict[int, dict[str, float | None] | None]:
         """Return the metrics of all committed steps; only `best` needs them."""
@@ -390,6 +380,7 @@ class Checkpoints:
     def _begin(self) -> None:
         self._claim = self._claim or upkeep.claim(self.directory)
         upkeep.remove_leftovers(self.directory)  # if this fails, `_save_errors` ends the claim
+        self._leave_memory()
 
     def _release(self) -> None:
         if self._claim is not None:
@@ -400,15 +391,6 @@ class Checkpoints:
         """Discard an earlier run's copies in memory if this run keeps none: its history differs."""
         if self._memory is None:
             (self.directory / RUN_ID).unlink(missing_ok=True)
-
-    def _set_aside(self, step: int) -> None:
-        self._leave_memory()
-        if later := upkeep.names_after(self.directory, step):
-            aside = upkeep.abandon(self.directory, later)
-            warn(
-                f"{self.directory}: checkpoint{'s' * (len(later) > 1)} {', '.join(later)} set aside in "
-                f"{aside.name}; restore from that folder, or delete it"
-            )
 
     def _commit(self, writer: ocp.AsyncCheckpointer, step: int, description: Mapping[str, Any], name: str) -> None:
         """Wait for the arrays, then hash and commit the checkpoint, in the background. `name` is process 0's path."""

@@ -164,7 +164,7 @@ def _read(path: str | Path, read: Callable[[Source], _T]) -> _T:
         return read(Stored(path, "Restore another checkpoint"))
     for directory in (path, path / upkeep.RUN_FOLDER):
         if upkeep.committed_steps(directory):
-            return upkeep.read_newest(directory, read, aside=False)[0]
+            return upkeep.read_newest(directory, read, aside=False)[1]
     problem = "is not a checkpoint and holds none"
     if not path.exists():
         problem = "does not exist"

@@ -129,15 +129,13 @@ def delete(directory: Path, step: int) -> None:
         remove(doomed)
 
 
-def names_after(directory: Path, step: int) -> list[str]:
-    """Return the names of the folders of later steps, also damaged ones, in order."""
+def abandon(directory: Path, step: int) -> None:
+    """Move the folders of later steps, also damaged ones, into a new folder `abandoned-N`, and report it."""
     found = filter(None, (_STEP_OR_DAMAGED.fullmatch(path.name) for path in directory.iterdir()))
     later = sorted((number, match[0]) for match in found if (number := int(match[1] or match[2])) > step)
-    return [name for _, name in later]
-
-
-def abandon(directory: Path, names: Sequence[str]) -> Path:
-    """Move these folders into a new folder `abandoned-N`, and return it."""
+    if not later:
+        return
+    names = [name for _, name in later]
     aside = next(filter(_is_free, (directory / f"{ABANDONED}{number}" for number in count(1))))
     aside.mkdir()
     for name in names:
@@ -147,7 +145,10 @@ def abandon(directory: Path, names: Sequence[str]) -> Path:
             folder.unlink()
         else:
             folder.rename(aside / name)
-    return aside
+    warn(
+        f"{directory}: checkpoint{'s' * (len(names) > 1)} {', '.join(names)} set aside in {aside.name}; restore from "
+        "that folder, or delete it"
+    )
 
 
 def set_damaged_aside(directory: Path, step: int) -> str:
@@ -299,7 +300,7 @@ def _checked(folder: Path) -> Checked:
     return Checked(folder, step, "damaged" if problem else "whole", problem)
 
 
-def read_newest(directory: Path, read: Callable[[Source], _T], *, aside: bool) -> tuple[_T, int]:
+def read_newest(directory: Path, read: Callable[[Source], _T], *, aside: bool) -> tuple[int, _T]:
     """Read the newest complete checkpoint, the same on every process, and report damaged newer ones.
 
     Every process calls this. `aside` also renames damaged ones to `damaged-STEP`.
@@ -322,7 +323,7 @@ def read_newest(directory: Path, read: Callable[[Source], _T], *, aside: bool) -
         problem = next(filter(None, problems), "")
         if not problem:
             _report(directory, damaged, step, aside)
-            return value, step  # pyright: ignore[reportReturnType]
+            return step, value  # pyright: ignore[reportReturnType]
         damaged[step] = problem
     found = "; ".join(f"{step}: {problem}" for step, problem in damaged.items())
     raise CheckpointError(

@@ -48,7 +48,7 @@ class MemoryCopies:
         self._folder: RunFolder | None = None
         self._slots: list[Slot] = []
         self._calls, self._failed = 0, False
-        self._restored = math.inf
+        self.restored: float = math.inf  # the step read from storage: the next save abandons later generations
         self._here: dict[Path, Index] = {}  # parts of earlier visits on this host
         if name := from_first_process("the name of the run in memory", host.folder_of(directory)):
             self._here = host.indexes(self._open(name).path)
@@ -82,10 +82,6 @@ class MemoryCopies:
             warn(f"step {key[0]} is restored from the hosts' memory{others}; {older}")
             return key[0], value
         return None
-
-    def restored(self, step: int) -> None:
-        """Record that a step was read from storage: the next save abandons later generations."""
-        self._restored = step
 
     def save(self, step: int, arrays: Mapping[str, Any], table: Mapping[str, Any], record: Any) -> bool:
         """Copy a state into memory; its checksums are computed in the background. Every process calls this.
@@ -151,7 +147,7 @@ class MemoryCopies:
 
     def forget_after(self, step: int) -> None:
         """Remove generations after a step, or after an earlier restored step. Every process calls this."""
-        last, self._restored = min(step, self._restored), math.inf
+        last, self.restored = min(step, self.restored), math.inf
         self._found = {key: has for key, has in self._found.items() if key[0] <= last}
         for file in [file for file, index in self._here.items() if index.key[0] > last]:
             del self._here[file]

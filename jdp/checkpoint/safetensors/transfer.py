@@ -419,7 +419,15 @@ def _sources(
 def _read_leaf(path: str, leaf: Any, sources: Mapping[int | None, _Source]) -> jax.Array:
     """Read a leaf from its tensors, by layer, onto its sharding, shard by shard."""
     check_sharding(leaf, path)
-    _check_cast(path, next(iter(sources.values())).stored.dtype, np.dtype(leaf.dtype))
+    stored, wanted = next(iter(sources.values())).stored.dtype, np.dtype(leaf.dtype)
+    if stored != wanted:
+        if not (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
+            raise CheckpointError(
+                f"Only floating-point weights are cast; {path} is {stored} in the file, {wanted} in the target. Use "
+                "the same dtype."
+            )
+        if jnp.promote_types(stored, wanted) != wanted:
+            warn(f"weights of {stored} are rounded to {wanted} on import, first {path}")
 
     def shard(index: Any) -> np.ndarray:
         index = [slice(*dim.indices(size)[:2]) for dim, size in zip(index, leaf.shape, strict=True)]
@@ -432,16 +440,3 @@ def _read_leaf(path: str, leaf: Any, sources: Mapping[int | None, _Source]) -> j
         return stack
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
-
-
-def _check_cast(path: str, stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-    """Raise CheckpointError unless the dtypes are equal or both floating; report a cast that loses bits."""
-    if stored == wanted:
-        return
-    if not (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
-        raise CheckpointError(
-            f"Only floating-point weights are cast; {path} is {stored} in the file, {wanted} in the target. Use the "
-            "same dtype."
-        )
-    if jnp.promote_types(stored, wanted) != wanted:
-        warn(f"weights of {stored} are rounded to {wanted} on import, first {path}")
