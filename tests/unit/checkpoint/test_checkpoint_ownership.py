@@ -123,16 +123,20 @@ def test_later_entries_of_a_user_are_not_deleted(tmp_path):
 
 
 def test_only_leftovers_of_killed_processes_are_deleted(tmp_path, capsys):
-    fill(tmp_path, 1, 2)
+    fill(tmp_path, 0, 1, 2, 3)
+    (tmp_path / "0").rename(tmp_path / ".deleted-0")
     (tmp_path / "2" / "checksums.json").unlink()
-    user_folder(tmp_path / "mine")
-    for name in (".saving-3", ".deleted-1", ".saving-it"):
+    (tmp_path / "3").rename(tmp_path / ".saving-3")
+    for name in ("mine", ".saving-it"):
         user_folder(tmp_path / name)
     for link in (".saving-4", "5"):
         (tmp_path / link).symlink_to(tmp_path / "mine", target_is_directory=True)
+    before = names(tmp_path)
     with jdp.Checkpoints(tmp_path) as saved:
+        assert saved.steps == [1] and saved.restore(target())[1] == {"count": 1}
+        assert names(tmp_path) == before, "a reader changes nothing: another process may be writing it"
         saved.save(at(6))
-    assert names(tmp_path) == [".saving-4", ".saving-it", "1", "2", "5", "6", "mine"], "none is a step's but two"
+    assert names(tmp_path) == [".saving-4", ".saving-it", "1", "2", "5", "6", "mine"]
     assert (tmp_path / "mine" / "2024" / "notes.txt").exists()
     assert "2 has no checksums.json and is ignored" in capsys.readouterr().err
 

@@ -146,11 +146,10 @@ def test_nothing_is_moved_if_none_is_whole(own):
     assert names(own) == ["1", "2"]
 
 
-@pytest.mark.parametrize("damage", [cut, lambda file: flip(file, 40), lambda file: file.unlink()])
-def test_a_checkpoint_with_damaged_metrics_stays(own, damage):
+def test_a_checkpoint_with_damaged_metrics_stays(own):
     with jdp.Checkpoints(own, best="loss", keep=1) as checkpoints:
         assert checkpoints.best == 2
-        damage(own / "2" / "checkpoint.json")
+        flip(own / "2" / "checkpoint.json", 40)
         assert checkpoints.best == 1
         checkpoints.save(at(3))
     assert names(own) == ["1", "2", "3"]
