@@ -1,4 +1,4 @@
-"""States of four weights on one device, and directories of their checkpoints."""
+"""States of four weights or more on one device, and directories of their checkpoints."""
 
 import functools
 import math
@@ -26,19 +26,19 @@ def one_device():
 
 
 @functools.cache
-def born():
-    return jdp.init_state(lambda rng: {"w": jnp.ones(4)}, TX, one_device(), rng=jax.random.key(0))
+def born(size):
+    return jdp.init_state(lambda rng: {"w": jnp.ones(size)}, TX, one_device(), rng=jax.random.key(0))
 
 
-def at(step, weight=None, skipped=0):
+def at(step, weight=None, skipped=0, size=4):
     """A state that has consumed `step` batches, and whose weights are `step`, or `weight`."""
-    weights = {"w": jnp.full(4, float(step if weight is None else weight))}
-    return replace(born(), params=weights, step=jnp.int32(step - skipped), skipped=jnp.int32(skipped))
+    weights = {"w": jnp.full(size, float(step if weight is None else weight))}
+    return replace(born(size), params=weights, step=jnp.int32(step - skipped), skipped=jnp.int32(skipped))
 
 
 @functools.cache
-def target():
-    return jdp.abstract_state(lambda rng: {"w": jnp.zeros(4)}, TX, one_device(), rng=jax.random.key(0))
+def target(size=4):
+    return jdp.abstract_state(lambda rng: {"w": jnp.zeros(size)}, TX, one_device(), rng=jax.random.key(0))
 
 
 def fill(directory, *steps, keep=None):

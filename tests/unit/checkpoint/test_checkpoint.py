@@ -82,6 +82,16 @@ def test_a_state_is_restored_onto_any_plan(saved, strategy, axes):
     assert state.static == target(plan).static
 
 
+def test_another_optimizer_is_refused_with_a_fix(saved):
+    directory, want = saved
+    other = target(plan_of(), tx=optax.sgd(0.1, momentum=0.9))
+    with jdp.Checkpoints(directory) as checkpoints:
+        message = r"same optimizer; .*/7 has opt_state/0/.* as .*The model is the same: .*\(restore_params\)"
+        with pytest.raises(jdp.CheckpointError, match=message):
+            checkpoints.restore(other)
+        assert_same_bits(checkpoints.restore_params(other).params, want.params)
+
+
 def test_a_restored_run_goes_on(tmp_path):
     step = jdp.make_train_step(loss_fn, plan_of(), check_loss=False)
     state = jdp.init_state(small, TX, plan_of(), rng=jax.random.key(4))

@@ -48,26 +48,14 @@ def test_a_run_that_goes_back_loses_nothing(tmp_path, process, capsys):
     assert messages.count("checkpoints 3, 4 set aside in abandoned-1") == 1
 
 
-def test_a_resumed_run_sets_nothing_aside(tmp_path, capsys):
-    fill(tmp_path, 1, 2, 3)
-    with jdp.Checkpoints(tmp_path, keep=2) as saved:
-        state, _ = saved.restore(target())
-        saved.save(state, {"again": True})
-        assert saved.restore(target())[1] == {"count": 3}
-        four = at(4)
-        saved.save(four)
-        saved.save(four)
-    assert capsys.readouterr().err == ""
-    assert names(tmp_path) == ["3", "4"] and weight(tmp_path) == 4
-
-
 @pytest.mark.parametrize("last", ["saved", "restored"])
 def test_another_state_under_the_same_step_is_reported(tmp_path, last, capsys):
     fill(tmp_path, 1)
     with jdp.Checkpoints(tmp_path) as saved:
         state = at(2) if last == "saved" else saved.restore(target())[0]
-        saved.save(state)
-        assert capsys.readouterr().err == ""
+        for record in ({"count": int(state.step)}, {"again": True}):
+            saved.save(state, record)
+        assert capsys.readouterr().err == "" and saved.restore(target())[1] == {"count": int(state.step)}
         saved.save(at(int(state.step), 7.0))
         said = f"has checkpoint {state.step} already, with other arrays, so these are not saved"
         assert said in capsys.readouterr().err
@@ -94,10 +82,6 @@ def test_a_users_numbered_folder_is_refused(tmp_path):
     mine = user_folder(tmp_path / "mine")
     with pytest.raises(jdp.CheckpointError, match=r"mine contains 2024, which is not a .* empty .*mine/checkpoints"):
         jdp.Checkpoints(mine)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "007").write_text("a file")
-    with pytest.raises(jdp.CheckpointError, match="contains 007, which is not a"):
-        jdp.Checkpoints(tmp_path / "other")
     assert (mine / "2024" / "notes.txt").read_text() == "mine"
 
 

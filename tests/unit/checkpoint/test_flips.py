@@ -2,6 +2,7 @@
 
 import filecmp
 import functools
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from damage import cut, flip, zero_page
+from damage import cut, flip, vouch, zero_page
 from tiny_states import names
 
 import jdp
@@ -124,6 +125,37 @@ def test_the_damaged_newest_is_set_aside(own, capsys):
         assert capsys.readouterr().err == "", "the step is saved again without a word"
     assert names(own) == ["1", "2", "damaged-2", "damaged-2-2"]
     assert check(own / "damaged-2")[0].status == "damaged"
+
+
+def test_a_damaged_checkpoint_is_named_with_the_others(own):
+    flip(arrays_of(own / "2"), 5000)
+    message = rf"{own}/2 is damaged: state/\S* has changed\. "
+    with jdp.Checkpoints(own, best="loss") as checkpoints:
+        for step in (2, "best"):
+            with pytest.raises(jdp.CheckpointError, match=message + r"Restore another, with step=.* \(there are: 1\)"):
+                checkpoints.restore(target(), step)
+        assert checkpoints.restore(target(), 1)[1] == {"n": 1}
+    with pytest.raises(jdp.CheckpointError, match=message + "Restore another checkpoint"):
+        jdp.restore(own / "2", target())
+    assert names(own) == ["1", "2"]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # Orbax' other reads
+def test_the_reason_is_short(own):
+    """TensorStore's own account of it is a page; it is asked where checksums vouch for the file."""
+    cut(arrays_of(own / "2"))
+    vouch(own / "2")
+    with pytest.raises(jdp.CheckpointError) as error:
+        jdp.restore(own / "2", target())
+    assert len(str(error.value)) < len(str(own)) + 250 and "\n" not in str(error.value)
+    assert error.value.__cause__ is not None
+
+
+def test_another_versions_checkpoint_is_refused_by_its_format(own):
+    (own / "2" / "checkpoint.json").write_text(json.dumps({"format": 99, "leaves": {}, "record": {}}))
+    vouch(own / "2")
+    with pytest.raises(jdp.CheckpointError, match=r"another version of jdp, in format 99; this version reads format 1"):
+        jdp.restore(own, target())
 
 
 def test_weights_alone_fall_back_too(own):
