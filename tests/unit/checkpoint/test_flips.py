@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from damage import cut, flip, vouch, zero_page
-from tiny_states import names
+from tiny_states import names, plan_of
 
 import jdp
 from jdp.base import notices
@@ -29,18 +29,13 @@ def init(rng):
 
 
 @functools.cache
-def plan():
-    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2], data=2), "zero3")
-
-
-@functools.cache
 def target():
-    return jdp.abstract_state(init, TX, plan(), rng=jax.random.key(0))
+    return jdp.abstract_state(init, TX, plan_of(data=2), rng=jax.random.key(0))
 
 
 @functools.cache
 def born():
-    return jdp.init_state(init, TX, plan(), rng=jax.random.key(0))
+    return jdp.init_state(init, TX, plan_of(data=2), rng=jax.random.key(0))
 
 
 def at(step):
@@ -49,22 +44,17 @@ def at(step):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A directory with steps 1 and 2, and a copy of it to repair it from. Tests leave it as it was."""
-    directory = tmp_path_factory.mktemp("saved") / "checkpoints"
-    fill(directory, 1, 2)
-    return directory, shutil.copytree(directory, directory.with_name("copy"))
+    """A directory with steps 1 and 2."""
+    with jdp.Checkpoints(tmp_path_factory.mktemp("saved")) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(at(step), {"n": step}, {"loss": 1.0 / step})
+    return checkpoints.directory
 
 
 @pytest.fixture
 def own(saved, tmp_path):
     """A copy of the directory with steps 1 and 2 that a test may change."""
-    return shutil.copytree(saved[0], tmp_path / "own")
-
-
-def fill(directory, *steps):
-    with jdp.Checkpoints(directory) as checkpoints:
-        for step in steps:
-            checkpoints.save(at(step), {"n": step}, {"loss": 1.0 / step})
+    return shutil.copytree(saved, tmp_path / "own")
 
 
 def files_of(folder):
@@ -75,9 +65,9 @@ def arrays_of(folder):
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-def test_any_damage_to_any_file_is_found(saved, capsys):
+def test_any_damage_to_any_file_is_found(own, saved, capsys):
     """All kinds of damage to all files of a step, and 60 more bits of its arrays: none is restored in silence."""
-    directory, copy = saved
+    directory, copy = own, saved
     step, rng = directory / "2", np.random.default_rng(0)
     kinds = {
         "bit flip": lambda file: flip(file, rng.integers(file.stat().st_size), rng.integers(8)),

@@ -173,7 +173,6 @@ def test_an_unknown_configuration_is_one_error(tmp_path, kind):
 
 OTHERS = {
 "rope": (LLAMA31, {"rope_factor": None}, r"rope_factor = 8.0 \(given none\), rope_original_context = 32 \(g"),
-"gelu": (GPT2, {"activation": "gelu_exact"}, r'activation = "gelu" \(given "gelu_exact"\)'),
 "heads": (LLAMA, {"heads": 4, "kv_heads": 2}, r"heads = 2 \(given 4\), head_dim = 16 \(given 8\), kv_heads = 1"),
 "vocabulary": (GPT2, {"vocab_size": 32}, r"vocab_size = 40 \(given 32\)"),
 }  # fmt: skip

@@ -15,35 +15,29 @@ from jdp.export import export_safetensors, import_safetensors
 
 TREE = {"a": jnp.arange(100.0), "b": jnp.ones(100), "c": jnp.zeros(100)}
 AIM = {"w": jnp.zeros(4)}
-OK = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 
 
-def file_of(header, data=bytes(16)):
-    """A file with this header, JSON or bytes, whatever it says."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
+def file_of(dtype, size):
+    text = json.dumps({"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, size]}}).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(size)
 
 
 DAMAGED = {
-    "empty": b"",
-    "cut": file_of({"w": OK})[:-1],
-    "not JSON": file_of(b"xxxxxxxx"),
-    "no such dtype": file_of({"w": {**OK, "dtype": "F33"}}),
+    "cut": (
+        file_of("F32", 16)[:-1],
+        r"m\.safetensors is damaged or not a safetensors file: .*Copy or download it again",
+    ),
+    "quantised": (file_of("F8_E4M3", 4), r"F64, .* can be read; .* has w as F8_E4M3"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_a_damaged_file_is_one_clear_error(tmp_path, kind):
-    (tmp_path / "m.safetensors").write_bytes(DAMAGED[kind])
-    with pytest.raises(jdp.CheckpointError, match=r"m\.safetensors is damaged or not a safetensors file: ") as error:
+    content, message = DAMAGED[kind]
+    (tmp_path / "m.safetensors").write_bytes(content)
+    with pytest.raises(jdp.CheckpointError, match=message) as error:
         import_safetensors(tmp_path / "m.safetensors", AIM)
-    assert "Copy or download it again." in str(error.value) and len(str(error.value)) < 600
-
-
-def test_quantised_weights_are_refused(tmp_path):
-    (tmp_path / "m.safetensors").write_bytes(file_of({"w": {**OK, "dtype": "F8_E4M3", "shape": [16]}}))
-    with pytest.raises(jdp.CheckpointError, match=r"Tensors of F64, .* can be read; .* has w as F8_E4M3"):
-        import_safetensors(tmp_path / "m.safetensors", {"w": jnp.zeros(16)})
+    assert len(str(error.value)) < 600
 
 
 UNWRITABLE = {
