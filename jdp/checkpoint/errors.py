@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -112,8 +113,9 @@ def reading(what: str, fix: str) -> Generator[None]:
 def hush() -> Callable[[], None]:
     """Stop Orbax from printing tracebacks of errors that reach the caller as exceptions; return an undo function.
 
-    Orbax logs the errors in each of its threads. If one of several reads or writes fails, it drops the others, and
-    Python reports an "unraisable" exception for each. Only these reports are dropped permanently.
+    Orbax logs the errors in each of its threads. If one of several reads or writes fails, it drops the others. Later,
+    asyncio logs each that failed, and Python reports an "unraisable" exception for each of the rest. Only these reports
+    are dropped permanently.
     """
     logger = logging.getLogger("absl")
 
@@ -121,12 +123,12 @@ def hush() -> Callable[[], None]:
         return record.levelno < logging.ERROR or _ORBAX not in record.pathname
 
     logger.addFilter(keep)
+    logging.getLogger("asyncio").addFilter(_is_of_others)
     if (hook := sys.unraisablehook) not in _hooks:
 
         def report(unraisable: Any) -> None:
-            codes: list[Any] = [frame.f_code for frame, _ in traceback.walk_tb(unraisable.exc_traceback)]
-            codes.append(getattr(unraisable.object, "cr_code", None))  # a coroutine that was never finished
-            is_orbax = any(_ORBAX in code.co_filename for code in codes if code is not None)
+            coroutine = getattr(unraisable.object, "cr_code", None)  # one that was never finished
+            is_orbax = _has_orbax(unraisable.exc_traceback) or _ORBAX in getattr(coroutine, "co_filename", "")
             if not is_orbax and str(unraisable.exc_value) != "Event loop is closed":
                 hook(unraisable)
 
@@ -136,6 +138,14 @@ def hush() -> Callable[[], None]:
 
 
 _hooks: list[Any] = []
+
+
+def _has_orbax(trace: TracebackType | None) -> bool:
+    return any(_ORBAX in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and _has_orbax(record.exc_info[2]))
 
 
 def _reason(error: BaseException) -> str:

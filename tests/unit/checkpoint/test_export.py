@@ -58,9 +58,8 @@ def made(config):
     return replace(state, params=jax.tree.unflatten(tree, moved))
 
 
-@pytest.mark.parametrize("limit", [10**9, 5000], ids=["one file", "shards"])
-def test_exported_weights_come_back_sharded(tmp_path, limit):
-    export_safetensors(tmp_path / "model.safetensors", made(LLAMA), names=llama_names(LLAMA), max_shard_bytes=limit)
+def test_exported_weights_come_back_sharded(tmp_path):
+    export_safetensors(tmp_path / "model.safetensors", made(LLAMA), names=llama_names(LLAMA), max_shard_bytes=5000)
     plan = plan_of("zero3", data=2, model=2)
     state = import_safetensors(tmp_path, target(LLAMA, plan), names=llama_names(LLAMA))
     assert_same_bits(state.params, made(LLAMA).params)
