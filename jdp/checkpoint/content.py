@@ -99,7 +99,6 @@ class Content:
 
 
 def by_path(*trees: PyTree) -> dict[str, Any]:
-    """Return the leaves of all these trees by path."""
     leaves: dict[str, Any] = {}
     for key, leaf in (pair for tree in trees for pair in jax.tree.leaves_with_path(tree)):
         if (path := path_of(key)) in leaves:

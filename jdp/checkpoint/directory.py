@@ -228,8 +228,7 @@ class Checkpoints:
         in the background. If this host's memory is full, that is reported, and the run goes on without copies.
 
         Args:
-            state: the whole train state, or any tree of arrays, as for `save`.
-            record: any small JSON object, which `restore` returns.
+            state, record: as for `save`.
             step: the number of a tree; optional for a train state. Steps that `keep_in_memory` does not divide are
                 skipped. None: count calls.
 
@@ -353,8 +352,7 @@ class Checkpoints:
         return int(folder.name), read(Stored(folder, fix))
 
     def _metrics(self) -> dict[int, dict[str, float | None] | None]:
-        """Return the metrics of all committed steps; only `best` needs them."""
-        steps = upkeep.committed_steps(self.directory)
+        steps = upkeep.committed_steps(self.directory)  # only `best` needs the metrics
         return {step: stored.read_metrics(self.directory / str(step)) if self._retention.best else {} for step in steps}
 
     # Writing.

@@ -165,8 +165,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of one process' parts of one step."""
-
     key: Key
     head: Mapping[str, Any]  # the entries that all processes share
     parts: Mapping[int, Part]  # by number

@@ -96,7 +96,6 @@ def check_cover(names: Names, leaves: Mapping[str, Any], missing: Sequence[str] 
 
 
 def file_shape(tensor: Tensor, leaves: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape that a tensor has in a file."""
     shapes = [part_shape(part, leaves) for part in tensor.parts]
     joined = (*shapes[0][:-1], sum(shape[-1] for shape in shapes)) if len(shapes) > 1 else shapes[0]
     return (*joined[:-2], joined[-1], joined[-2]) if tensor.transposed else joined
@@ -208,7 +207,6 @@ def _one(path: str) -> Tensor:
 
 
 def _in_layer(config: GPTConfig, n: int, path: str) -> Part:
-    """Return layer n's part of a parameter, by its path in the layer."""
     return Part(f"layers/{path}", n) if config.scan else Part(f"layers/{n}/{path}")
 
 

@@ -343,7 +343,6 @@ class _Source:
 
 
 def _check_config(names: Names, path: Path) -> None:
-    """Raise CheckpointError if the `config.json` beside the weights describes another model."""
     try:
         differing = differences(path, names.config) if names.config is not None else []
     except CheckpointError as error:
