@@ -153,6 +153,7 @@ def test_what_a_file_leaves_out_has_transformers_defaults(tmp_path):
 
 UNKNOWN = {
 "a model": (LLAMA | {"model_type": "bert"}, 'model_type must be gpt2 or llama or .* for a model .*given "b'),
+"windows": (QWEN3 | {"use_sliding_window": True}, "use_sliding_window must be false or null .*given true"),
 "an option": (QWEN3 | {"attention_sinks": 4}, "attention_sinks = 4 is not a known option of Qwen3. If the m"),
 "yarn": (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, 'rope_type must be default or llama3 .*given "yarn"'),
 "quantised": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config must be null"),
@@ -173,6 +174,7 @@ def test_an_unknown_configuration_is_one_error(tmp_path, kind):
 
 OTHERS = {
 "rope": (LLAMA31, {"rope_factor": None}, r"rope_factor = 8.0 \(given none\), rope_original_context = 32 \(g"),
+"gelu": (GPT2, {"activation": "gelu_exact"}, r'activation = "gelu" \(given "gelu_exact"\)'),
 "heads": (LLAMA, {"heads": 4, "kv_heads": 2}, r"heads = 2 \(given 4\), head_dim = 16 \(given 8\), kv_heads = 1"),
 "vocabulary": (GPT2, {"vocab_size": 32}, r"vocab_size = 40 \(given 32\)"),
 }  # fmt: skip
