@@ -106,6 +106,10 @@ def test_lossy_casts_on_import_are_reported(tmp_path, fresh_notices, capsys):
     narrow = import_safetensors(tmp_path / "full.safetensors", {**tree, "w": tree["w"].astype(jnp.bfloat16)})
     assert narrow["w"].dtype == jnp.bfloat16
     assert "float32 are rounded to bfloat16 on import, first w" in capsys.readouterr().err
+    with pytest.raises(
+        jdp.CheckpointError, match="weights are cast; count is int32 in the file, float32 in the target"
+    ):
+        import_safetensors(tmp_path / "full.safetensors", {**tree, "count": jnp.float32(0)})
 
 
 def test_shards_follow_the_convention(tmp_path):

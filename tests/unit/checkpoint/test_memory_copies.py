@@ -102,6 +102,14 @@ def test_later_saves_in_storage_are_read(copied, stored, saved, tmp_path):
         assert checkpoints.restore(state_at(0))[1] == {"said": saved}
 
 
+def test_going_back_without_copies_forgets_them(tmp_path):
+    left_by(tmp_path, 3, 7, stored=3)
+    with jdp.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.go_back(3)
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.restore(state_at(0))[1] == {"said": 3}
+
+
 def test_replaced_copies_are_not_read(tmp_path):
     left_by(tmp_path, 3, 4, 7, stored=4)
     with opened(tmp_path) as checkpoints:
