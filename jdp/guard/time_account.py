@@ -153,11 +153,11 @@ _PARTS = {
 }
 _LONG = 3.0  # medians from which a step is reported as long
 _FEWEST = 3
-_CAUSE_SHARE, _ONCE_SHARE = 0.1, 0.25
+_CAUSE_SHARE, _LATE_SHARE, _ONCE_SHARE = 0.1, 0.05, 0.25
 
 
 def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """Return the medians of each process' steps in seconds, and sentences about the first process' steps.
+    """Return the medians of each process' steps in seconds, and sentences about the causes of slow steps.
 
     Excluded are each process' first step, which compiles, and processes with few steps.
     """
@@ -174,6 +174,7 @@ def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, d
     own, seconds = medians[first], medians[first]["seconds"]
     shares = ", ".join(f"{format_percent(own[part] / (seconds or 1.0))} {words}" for part, words in _PARTS.items())
     sentences = [f"A step takes {format_seconds(seconds)} (median of {len(steps[first]):,}): {shares}."]
+    sentences += [sentence for _, _, sentence in _step_costs(medians) if sentence]
     if long := [step for step in steps[first] if _seconds(step) > _LONG * seconds > 0]:
         worst = max(long, key=_seconds)
         part = max(_PARTS, key=lambda name: _seconds(worst, name))
@@ -182,6 +183,46 @@ def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, d
             f"{worst.get('step')}, took {format_seconds(_seconds(worst))}, most of it {_PARTS[part]}."
         )
     return medians, sentences
+
+
+def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[tuple[float, str, str]]:
+    """Return each cause for which devices wait in a step, on the process where they wait longest.
+
+    A cause is its share of a step, its line, and its sentence with the fix ("" if the share is small).
+    """
+    costs = list[tuple[float, str, str]]()
+    for part, line, words in (
+        (
+            "data",
+            "input: the devices wait up to {} of a step for batches",
+            "waits for data {} of its time: reading or decoding is too slow for the devices",
+        ),
+        (
+            "host",
+            "python: the devices wait up to {} of a step for Python between steps",
+            "spends {} of its time in Python between steps: log, evaluate or save more rarely",
+        ),
+    ):
+        shares = {rank: own[part] / (own["seconds"] or 1.0) for rank, own in medians.items()}
+        rank = max(shares, key=shares.__getitem__, default=0)
+        share, most = shares.get(rank, 0.0), f", most in process {rank}" * (len(shares) > 1)
+        sentence = f"{f'Process {rank}' if most else 'It'} {words.format(format_percent(share))}."
+        costs.append((share, line.format(format_percent(share)) + most, sentence * (share > _CAUSE_SHARE)))
+    if len(medians) > 1:
+        hosts = {rank: own["data"] + own["dispatch"] + own["host"] for rank, own in medians.items()}
+        *others, (late, rank) = sorted((seconds, rank) for rank, seconds in hosts.items())
+        usual, step = statistics.median(seconds for seconds, _ in others), medians[rank]
+        if late - usual > _LATE_SHARE * (step["seconds"] or 1.0):
+            share = (late - usual - step["data"] - step["host"]) / (step["seconds"] or 1.0)  # these are counted above
+            costs.append(
+                (
+                    share,
+                    f"process {rank}: the others wait {format_percent(share)} of a step for its host",
+                    f"Process {rank} holds the others up: before its devices can begin it works {format_seconds(late)} "
+                    f"a step, the others {format_seconds(usual)}.",
+                )
+            )
+    return costs
 
 
 def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | None:
@@ -194,14 +235,7 @@ def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | N
     starts = total.start + total.restore + total.compile
     once = starts / max(total.visits, 1)
     steps = (total.steps + total.data) / total.total
-    costs: list[tuple[float, str]] = []
-    for rank, own in medians.items():
-        for part, words in (
-            ("data", "input: the devices wait up to {} of a step for batches"),
-            ("host", "python: the devices wait up to {} of a step for Python between steps"),
-        ):
-            share, most = own[part] / (own["seconds"] or 1.0), f", most in process {rank}" * (len(medians) > 1)
-            costs.append((share * steps, words.format(format_percent(share)) + most))
+    costs = [(share * steps, line) for share, line, _ in _step_costs(medians)]
     for seconds, words in (
         (total.save, "saving: the loop waits {} of the time for checkpoints"),
         (total.eval, "evaluations: they take {} of the time"),

@@ -52,7 +52,7 @@ EVENT_LOGS = "events"
 """The folder of the logs, in the folder of a run."""
 LIMIT_BYTES = 2**20
 _MOST_KEPT = 400
-"""Largest number of events that a file takes over from its predecessor."""
+"""Largest number of incidents, and of other events, that a file takes over from its predecessor."""
 BEGINNINGS, ENDS = ("started", "resumed"), ("finished", "stopped", "failed", "nothing to do")
 """Events of a visit's first step, and of its end."""
 Event = dict[str, Any]
@@ -116,7 +116,10 @@ class EventLog:
         os.close(self._descriptor)
         self._descriptor = None
         events = read(self.file)
-        kept = {**self._account(events), "history": history(events)[-_MOST_KEPT:]}
+        told = history(events)
+        incidents, visits = ([event for event in told if ("words" in event) == own] for own in (True, False))
+        newest = {id(event) for event in (*incidents[-_MOST_KEPT:], *visits[-_MOST_KEPT:])}
+        kept = {**self._account(events), "history": [event for event in told if id(event) in newest]}
         self.file.replace(_old(self.file))
         descriptor = self._open()
         line = json.dumps({"time": round(time.time(), 4), "event": "before", **kept}) + "\n"

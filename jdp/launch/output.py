@@ -11,6 +11,7 @@ A log file has the output of the process unchanged. A restarted process gets a n
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import re
 import sys
 import time
@@ -86,16 +87,21 @@ class Log:
     """The log file of one process. A disk error is reported once; the process then continues without a log."""
 
     def __init__(self, file: Path) -> None:
-        """Make the file; those of earlier starts get the next number, and the oldest is replaced."""
+        """Make and lock the file; those of earlier starts get the next number, and the oldest is replaced."""
         self._file = file
         self._stream: FileIO | None = None
         names = [file, *(file.with_suffix(f".{number}.log") for number in range(1, KEPT_LOGS + 1))]
         with self._reporting():
             file.parent.mkdir(parents=True, exist_ok=True)
+            if file.exists() and _is_locked(file):
+                say(f"{file} is being written by another jdp launch: this process runs without a log")
+                return
             for number in reversed(range(KEPT_LOGS)):
                 if names[number].exists():
                     names[number].replace(names[number + 1])
             self._stream = file.open("xb", buffering=0)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, data: bytes) -> None:
         with self._reporting():
@@ -117,3 +123,13 @@ class Log:
             if self._stream is not None:
                 self._stream.close()
             self._stream = None
+
+
+def _is_locked(file: Path) -> bool:
+    """Return True if another launcher has the lock of this log."""
+    with file.open("rb") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # on a file system without locks it is another error
+            return isinstance(error, BlockingIOError | PermissionError)
+    return False

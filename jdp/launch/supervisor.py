@@ -156,7 +156,9 @@ def report(cause: Child, processes: int, signals: Sequence[int], children: Seque
         return
     why = ""
     if cause.aborted:
-        why = " (JAX aborts a process when a peer is gone; no process failed in another way)"
+        still = ", ".join(str(child.rank) for child in children if child.stopped)  # perhaps the cause
+        more = f"; process {still} had not ended, and may hang" if still else ""
+        why = f" (JAX aborts a process when a peer is gone; no process failed in another way{more})"
     early = [str(child.rank) for child in children if child.ended < cause.ended and child.status == 0]
     if early and (cause.aborted or cause.status == SOFTWARE_ERROR):
         why += f" (process {', '.join(early)} had left before it, with exit code 0: all must take the same steps)"

@@ -178,6 +178,7 @@ def test_an_abort_alone_is_reported(tmp_path, capfd, monkeypatch):
     assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 128 + signal.SIGABRT
     report = capfd.readouterr().err
     assert "process 0 of 2 ended with signal 6 (SIGABRT) (JAX aborts a process when a peer" in report
+    assert "no process failed in another way; process 1 had not ended, and may hang)" in report
 
 
 def test_a_process_that_will_not_end_is_killed(tmp_path, capfd, monkeypatch):

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from own_process import environment
@@ -115,3 +116,21 @@ def test_unwritable_logs_are_done_without(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert out.count("ran") == 2
     assert err.count("cannot be written: Not a directory; the process runs without a log") == 2
+
+
+def test_two_launchers_do_not_share_a_log(tmp_path, capfd):
+    """The second one, started by a process of the first, keeps none."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    logs = str(tmp_path / "logs")
+    text = f"""
+if rank == 0:
+    import subprocess
+    code = "import pathlib, jdp.launch as l; l.launch(['echo', 'inner'], 1, log_dir=pathlib.Path({logs!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    print("outer", flush=True)
+"""
+    assert run(tmp_path, text, log_dir=Path(logs)) == 0
+    assert "is being written by another jdp launch" in capfd.readouterr().out
+    log = (tmp_path / "logs" / "rank-00000.log").read_text()
+    assert "[0] inner\n" in log and "outer\n" in log and not (tmp_path / "logs" / "rank-00000.1.log").exists()

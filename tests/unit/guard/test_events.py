@@ -31,6 +31,19 @@ def test_grown_logs_keep_the_account(tmp_path):
     assert steps == list(range(steps[0], 101)) and len(steps) > 10
 
 
+def test_many_incidents_leave_the_visit_known(tmp_path):
+    """A new file's first line keeps the visit's start beside the newest incidents."""
+    log = EventLog(tmp_path / "rank-00000.jsonl", limit_bytes=40_000)
+    log.event("start", rank=0, of=1)
+    log.event("started", step=0, devices=8)
+    for step in range(1, 801):
+        log.event("bad step", step=step, words="The loss is not finite.")
+    log.close()
+    started, *incidents = history(read(log.file))
+    assert (started["event"], started["devices"]) == ("started", 8)
+    assert incidents[-1]["step"] == 800 and len(incidents) >= 400
+
+
 def test_half_written_lines_are_left_out(tmp_path):
     (tmp_path / "rank-00000.jsonl").write_text('{"time": 1.0, "event": "start"}\n{"time": 2.0, "eve')
     log = EventLog(tmp_path / "rank-00000.jsonl")
