@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -151,8 +151,6 @@ class Best:
         )
 
     @staticmethod
-    def resumed(metric: str, record: dict[str, Any] | None) -> Best:
-        """Restore the record of `dataclasses.asdict`; a new `Best` if the record is of another metric."""
-        if not record or record["metric"] != metric:
-            return Best(metric)
-        return Best(**record)
+    def resumed(metric: str, recorded: Best | None) -> Best:
+        """Return what a checkpoint recorded; a new `Best` if that is of another metric."""
+        return recorded if recorded is not None and recorded.metric == metric else Best(metric)

@@ -31,7 +31,7 @@ from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, Claim, changed, claimed, disk_trouble
 from jdp.run.metrics import check_installed
 from jdp.run.outputs import Display
-from jdp.run.progress import Progress, check_record
+from jdp.run.progress import Progress, Record, checked_record
 from jdp.run.signals import StopRequest
 from jdp.run.visit import Visit
 from jdp.run.weights import InitialWeights, check_export
@@ -123,7 +123,7 @@ def fresh(assembly: Assembly, weights: InitialWeights | None) -> Start:
     state = training.state()
     if weights is not None:
         state, weights_read = weights.load(state, training.config, training.plan)
-    progress = Progress.of(assembly.experiment.train, {"fingerprint": assembly.inputs.data.fingerprint})
+    progress = Progress.of(assembly.experiment.train, Record(fingerprint=assembly.inputs.data.fingerprint))
     return Start(state, progress, weights_read)
 
 
@@ -133,18 +133,18 @@ def resumed(assembly: Assembly, saved: Checkpoints) -> Start | None:
     if newest is None:
         return None
     try:
-        state, record = saved.restore(assembly.training.abstract_state)
+        state, values = saved.restore(assembly.training.abstract_state)
     except CheckpointError:
         if saved.latest is not None:
             raise
         return None  # there were only copies in memory, and they are damaged, as reported
     folder, fingerprint = saved.directory.parent, assembly.inputs.data.fingerprint
-    check_record(record, saved.directory / str(int(state.consumed)))
-    if record["fingerprint"] != fingerprint:
+    record = checked_record(values, saved.directory / str(int(state.consumed)))
+    if record.fingerprint != fingerprint:
         keys = [f"{key} was {was!r}, is {now!r}" for key, (was, now) in changed(folder, assembly.toml).items()]
         words = "".join(f"; {line}" for line in keys if line.startswith("data."))
         raise ExperimentError(
-            f"{folder} was trained on other data (fingerprint {record['fingerprint']}, now {fingerprint}){words}: "
+            f"{folder} was trained on other data (fingerprint {record.fingerprint}, now {fingerprint}){words}: "
             "restore [data] as it was, or choose another `name`. The standard library's text differs between Python "
             "versions."
         )

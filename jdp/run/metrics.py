@@ -5,7 +5,7 @@ JSON has no NaN and no infinity: such a value is null, and its text under "nonfi
 
 A run that resumes from step s writes the steps after s again. So `Metrics(folder, resumed_step=s)` removes the rows of
 an earlier process, and begins an event file that makes TensorBoard forget them. If the checkpoint of s precedes its
-evaluation, each visit that resumes there evaluates again, and `replace_evaluation` keeps one of the rows.
+evaluation, that row is removed too, because each visit that resumes there evaluates again.
 
 Weights & Biases (optional) gets a copy of the rows; trackers.json names its run, which a resumed run continues. It
 starts before the first step, and a failure then is an error; a later one is reported once.
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from jdp.base.errors import UserError
@@ -43,7 +42,8 @@ CLOSE_SECONDS = 60.0
 class Metrics:
     """Appends rows of scalars to a run's metrics. On processes other than 0 it does nothing.
 
-    `patiently` calls a function that writes to the disk, and repeats it while the disk is full.
+    `evaluates`: the evaluation of `resumed_step` is to come, perhaps again. `patiently` calls a function that writes to
+    the disk, and repeats it while the disk is full.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Metrics:
         folder: Path,
         *,
         resumed_step: int = 0,
+        evaluates: bool = False,
         tracker: Tracker | None = None,
         patiently: Callable[[Callable[[], None]], None] = lambda action: action(),
     ) -> None:
@@ -59,39 +60,36 @@ class Metrics:
         if not self._speaks:
             return
         writer = importlib.import_module("tensorboardX.event_file_writer").EventsWriter
-        self._event: Any = _message_types().Event
-        self._file = folder / JSONL
-        self._open(lambda row: row["step"] <= resumed_step)
+        messages: Any = importlib.import_module("tensorboardX.proto.event_pb2")  # protobuf makes them at import
+        self._event = messages.Event
+        file, last = folder / JSONL, list[dict[str, Any]]()
+        if file.exists():  # it is replaced in one move, so a crash loses nothing
+            rows = [row for row in _rows(file) if row["step"] <= resumed_step]
+            if evaluates:  # a step's own row has its loss
+                rows = [row for row in rows if row["step"] < resumed_step or "loss" in row]
+            replace_file(file, "".join(json.dumps(row) + "\n" for row in rows))
+            last = [row for row in rows if row["step"] == resumed_step]
+        self._jsonl = file.open("a+b")
         # tensorboardX names files by the second and overwrites them. TensorBoard reads them in the order of names.
         visits = sum(1 for _ in folder.glob(f"{EVENTS}.out.tfevents.*"))
         self._events = writer(str(folder / EVENTS), filename_suffix=f".visit{visits:06d}")
         self._event_file: Any = vars(self._events)["_py_recordio_writer"]  # its owner leaves it open on a full disk
-        self._purge_events_from(resumed_step + 1)
+        # TensorBoard forgets this step and later ones, as by tensorboardX's `purge_step`.
+        start = {"status": messages.SessionLog.START}
+        self._events.write_event(self._event(wall_time=time.time(), step=resumed_step, session_log=start))
+        for row in map(_restored, last):
+            self._write_event(resumed_step, row.pop("time", 0.0), {name: row[name] for name in row if name != "step"})
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         if not self._speaks:
             return
         now = time.time()
-        scalars = {name: _scalar(name, value) for name, value in values.items()}
-        row = json.dumps(json_safe({"step": step, "time": round(now, 3)} | scalars), allow_nan=False).encode()
+        row = json.dumps(json_safe({"step": step, "time": round(now, 3), **values}), allow_nan=False).encode()
         self._jsonl.write(row + b"\n")
         self._patiently(self._jsonl.flush)  # unwritten text stays in the buffer
-        self._write_event(step, now, scalars)
+        self._write_event(step, now, values)
         if self._tracker is not None:
-            self._tracker.write(step, scalars)
-
-    def replace_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append the evaluation of the last step, replacing an earlier visit's row, if any."""
-        if self._speaks:
-            self._jsonl.close()
-            self._open(lambda row: row["step"] != step or "loss" in row)  # a step's row has its loss
-            self._purge_events_from(step)  # all of the step: the other rows are written again
-            for row in read(self._file):
-                if row["step"] == step:
-                    scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
-                    metrics = {name: value for name, value in scalars.items() if name not in ("step", "time")}
-                    self._write_event(step, row.get("time", 0.0), metrics)
-        self.write(step, values)
+            self._tracker.write(step, values)
 
     def close(self, exit_code: int = 0) -> None:
         with contextlib.ExitStack() as closing:  # all of them, even if the disk is full and each raises
@@ -109,22 +107,10 @@ class Metrics:
         code = error.code if isinstance(error, SystemExit) else int(error is not None)
         self.close(code if isinstance(code, int) else 1)
 
-    def _open(self, stays: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Open the file with only the rows that stay. It is replaced in one move, so a crash loses nothing."""
-        if self._file.exists():
-            replace_file(self._file, "".join(json.dumps(row) + "\n" for row in _rows(self._file) if stays(row)))
-        self._jsonl = self._file.open("a+b")
-
     def _write_event(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
         self._events.write_event(self._event(wall_time=now, step=step, summary={"value": values}))
         self._patiently(self._events.flush)
-
-    def _purge_events_from(self, step: int) -> None:
-        """Make TensorBoard forget this step and later ones, like tensorboardX's `purge_step`."""
-        start = {"status": _message_types().SessionLog.START}
-        self._events.write_event(self._event(wall_time=time.time(), step=step, session_log=start))
-        self._events.flush()
 
 
 def replace_file(file: Path, text: str) -> None:
@@ -152,7 +138,11 @@ def read(file: Path) -> list[dict[str, Any]]:
 
     Raises ValueError if another line is not a row.
     """
-    return [row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()} for row in _rows(file)]
+    return [*map(_restored, _rows(file))]
+
+
+def _restored(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()}
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -172,18 +162,6 @@ def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:
     """Replace NaN and infinities in a row by null, and put their names and texts under "nonfinite"."""
     bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     return {name: None if name in bad else value for name, value in row.items()} | ({"nonfinite": bad} if bad else {})
-
-
-def _message_types() -> Any:
-    """Return tensorboardX's message types; protobuf makes them at import, so no type checker knows them."""
-    return importlib.import_module("tensorboardX.proto.event_pb2")
-
-
-def _scalar(name: str, value: Any) -> int | float:
-    array = np.asarray(value)
-    if array.ndim or (array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16"):
-        raise UserError(f"A metric is one number; given {name}, {array.dtype}{list(array.shape)}: reduce it.")
-    return float(array) if array.dtype.kind not in "biu" else int(array)
 
 
 def check_installed(wandb: str | None) -> None:

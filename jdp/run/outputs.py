@@ -27,7 +27,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.models.decode import Draw, continued
 from jdp.run.metrics import SAMPLES, replace_file
 
-_BETWEEN = "  "
+_BETWEEN, _NO_BREAK = "  ", "\xa0"
 
 
 class Display:
@@ -65,11 +65,12 @@ class Display:
         items = [_shown(name, value) for name, value in values.items()]
         self._speed = next((item for item in items if item.endswith("/s")), self._speed)
         items = [f"step {step:>{len(str(self._steps))}}/{self._steps}", *items, *self._time_to_go(step)]
-        self._print(_in_lines(items, self._console.width) if self._is_terminal else _BETWEEN.join(items))
+        self.say(_BETWEEN.join(item.replace(" ", _NO_BREAK) for item in items))
 
     def say(self, text: str) -> None:
         """Print lines above the bar."""
-        self._print(wrapped(escaped(text), self._console.width) if self._is_terminal else text)
+        text = wrapped(escaped(text), self._console.width) if self._is_terminal else text
+        self._print(text.replace(_NO_BREAK, " "))
 
     def show_text(self, title: str, text: str) -> None:
         """Print a model's text above the bar; on a terminal without control characters."""
@@ -93,18 +94,6 @@ def clock(seconds: float) -> str:
     minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
-
-
-def _in_lines(items: list[str], width: int) -> str:
-    """Put items into lines of at most `width`; later lines are indented."""
-    lines = [items[0]]
-    for item in items[1:]:
-        longer = f"{lines[-1]}{_BETWEEN}{item}"
-        if len(longer) <= width:
-            lines[-1] = longer
-        else:
-            lines.append(f"    {item}")
-    return "\n".join(lines)
 
 
 def _shown(name: str, value: float) -> str:

@@ -9,13 +9,13 @@ import json
 import math
 import platform
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from jax.sharding import Mesh
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from jdp.base.formatting import finite_or_none
 from jdp.checkpoint import CheckpointError
@@ -26,38 +26,31 @@ from jdp.experiment.schema.make import folder_of
 from jdp.experiment.schema.tables import Train
 from jdp.guard.time_account import account
 from jdp.launch.events import EVENT_LOGS, read
-from jdp.run.evaluation import Best, Row
+from jdp.run.evaluation import Best
 from jdp.run.outputs import clock
+
+_NaN = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 @dataclass
 class Record:
-    """A checkpoint's record of a run's progress, with null in place of NaN and infinities."""
-
-    done: int
-    samples: int
-    skipped: int
-    loss: float | None
-    evals: dict[str, float | None]
-    evaluated: int
-    fingerprint: str
-    watched: Best | None
-    kept: Best | None
-
-
-@dataclass
-class Progress:
-    """The progress of a run. A checkpoint records the attributes of `Record`, the first nine."""
+    """A checkpoint's record of a run's progress, in which NaN and infinities are null."""
 
     done: int = 0  # batches consumed
     samples: int = 0  # in these batches; visits may have batches of different sizes
     skipped: int = 0  # steps whose gradients or updates were not finite
     loss: float | None = None  # at the last row of metrics, in nats
-    evals: Row = field(default_factory=dict[str, float])  # of the last evaluation
+    evals: dict[str, _NaN] = field(default_factory=dict[str, float])  # of the last evaluation
     evaluated: int = 0  # step of the last evaluation
     fingerprint: str = ""  # of the data
     watched: Best = field(default_factory=lambda: Best("eval_loss"))  # for early stopping
     kept: Best | None = None  # the best evaluation with a checkpoint; None without `train.keep_best`
+
+
+@dataclass
+class Progress(Record):
+    """The progress of a run: what a checkpoint records, and this visit's counts."""
+
     resumed_from: int = 0  # batches consumed before this visit
     seconds: float = 0.0  # of this visit's loop
     waited: float = 0.0  # seconds for data, by this visit's steps without compilation and evaluation
@@ -76,36 +69,36 @@ class Progress:
         return self.done >= experiment.train.steps or self.stops_early(experiment)
 
     def record(self) -> dict[str, Any]:
-        values, evals = asdict(self), {name: finite_or_none(value) for name, value in self.evals.items()}
-        values |= {"loss": finite_or_none(self.loss), "evals": evals}
-        return {name: values[name] for name in Record.__annotations__}
+        return json.loads(_RECORD.dump_json(self))
 
     @staticmethod
-    def of(settings: Train, record: dict[str, Any]) -> Progress:
-        """Return the progress from a checkpoint's record; `{}` for a run that has not begun."""
-        progress = Progress(**{name: value for name, value in record.items() if name in Record.__annotations__})
-        progress.watched = Best.resumed(settings.best_metric, record.get("watched"))
-        progress.kept = Best.resumed(settings.best_metric, record.get("kept")) if settings.keep_best else None
-        evals: dict[str, float | None] = record.get("evals", {})
-        progress.evals = {name: math.nan if value is None else value for name, value in evals.items()}
-        progress.resumed_from = progress.done
+    def of(settings: Train, record: Record) -> Progress:
+        """Return the progress from a checkpoint's record, or of a run that has not begun."""
+        progress = Progress(**vars(record), resumed_from=record.done)
+        progress.watched = Best.resumed(settings.best_metric, record.watched)
+        progress.kept = Best.resumed(settings.best_metric, record.kept) if settings.keep_best else None
         return progress
 
 
-def check_record(record: dict[str, Any], folder: Path) -> None:
-    """Check that a checkpoint's record is a valid result of `Progress.record` at this step."""
+_RECORD = TypeAdapter(Record)
+
+
+def checked_record(record: dict[str, Any], folder: Path) -> Record:
+    """Return a checkpoint's record, which must be a valid result of `Progress.record` at this step."""
+    problems = [f"{name} is missing" for name in Record.__annotations__ if name not in record]
     try:
-        TypeAdapter(Record).validate_json(json.dumps(record), strict=True)
-        problem = "" if record["done"] == int(folder.name) else f"done is {record['done']}"
+        found = _RECORD.validate_json(json.dumps(record), strict=True)
+        problems += [] if found.done == int(folder.name) else [f"done is {found.done}"]
     except ValidationError as error:
-        first = error.errors()[0]
+        found, first = Record(), error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        problem = f"{name} is missing" if first["type"] == "missing" else f"{name} is {first['input']!r}"
-    if problem:
+        problems += [f"{name} is missing" if first["type"] == "missing" else f"{name} is {first['input']!r}"]
+    if problems:
         raise CheckpointError(
-            f"{folder / 'record'} is damaged, or not from a run of jdp train: {problem}. Move {folder} away: the run "
-            "then resumes from the previous checkpoint, or starts from the beginning without one."
+            f"{folder / 'record'} is damaged, or not from a run of jdp train: {problems[0]}. Move {folder} away: the "
+            "run then resumes from the previous checkpoint, or starts from the beginning without one."
         )
+    return found
 
 
 def introduction(assembly: Assembly, coverage: str | None) -> list[str | None]:

@@ -79,7 +79,9 @@ class Visit:
         wandb = None if self.ended else experiment.train.wandb
         tracker = start_tracker(folder, tomllib.loads(toml), wandb=wandb, resumed_step=done)
         with (
-            Metrics(folder, resumed_step=done, tracker=tracker, patiently=self._write) as self.metrics,
+            Metrics(
+                folder, resumed_step=done, evaluates=self._evaluation_due(), tracker=tracker, patiently=self._write
+            ) as self.metrics,
             self.display,
             Profile(profile, folder, self.display, done=done) as self.profile,
         ):
@@ -251,7 +253,7 @@ class Visit:
     def evaluate(self, state: TrainState) -> bool:
         """Evaluate if due after this step and not yet done; return True if evaluated."""
         progress, done = self.progress, self.progress.done
-        if not self._evaluation_due() or progress.evaluated == done:
+        if not self._evaluation_due():
             return False
 
         def goes_on() -> bool:
@@ -266,8 +268,7 @@ class Visit:
         progress.watched.seen(done, row)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best
             progress.kept.seen(done, row, newest=True)
-        made_up = done == progress.resumed_from  # perhaps repeated: the checkpoint precedes it
-        (self.metrics.replace_evaluation if made_up else self.metrics.write)(done, row)
+        self.metrics.write(done, row)
         self.display.log(done, row)
         if progress.stops_early(self.experiment):
             self.display.say(f"stopped early: {progress.watched.no_improvement()}")
@@ -298,7 +299,8 @@ class Visit:
 
     def _evaluation_due(self) -> bool:
         done, train = self.progress.done, self.experiment.train
-        return done > 0 and (done >= train.steps or bool(train.eval_every and done % train.eval_every == 0))
+        is_due = done >= train.steps or (train.eval_every and done % train.eval_every == 0)
+        return 0 < done != self.progress.evaluated and bool(is_due)
 
 
 class Clock:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from dataclasses import asdict
 
 import jax
 import numpy as np
@@ -110,8 +109,8 @@ def test_best_is_the_smallest_loss_or_largest_accuracy():
 
 def test_best_survives_a_resume_with_its_metric():
     best = Best("eval_loss", 1.0, 3, 2)
-    assert Best.resumed("eval_loss", asdict(best)) == best
-    assert Best.resumed("eval_accuracy", asdict(best)) == Best("eval_accuracy")
+    assert Best.resumed("eval_loss", best) == best
+    assert Best.resumed("eval_accuracy", best) == Best("eval_accuracy")
     assert Best.resumed("eval_loss", None) == Best("eval_loss")
 
 

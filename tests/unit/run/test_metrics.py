@@ -10,7 +10,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from damage import files_of_at_most
 from tiny_experiment import tables, write_tiny
@@ -54,15 +53,13 @@ def scalars(folder, name="loss"):
 
 
 def test_rows_are_flushed_json_lines(tmp_path):
-    rows, half = Metrics(tmp_path), jnp.bfloat16(1.5)
-    rows.write(3, {"loss": jnp.float32(0.5), "half": half, "skipped": jnp.int32(2), "n": np.int64(7), "x": 1})
+    rows, values = Metrics(tmp_path), {"loss": 0.5, "skipped": 2}
+    rows.write(3, values)
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert row.pop("time") > 1.6e9
-    assert row == {"step": 3, "loss": 0.5, "half": 1.5, "skipped": 2, "n": 7, "x": 1}
+    assert row.pop("time") > 1.6e9 and row == {"step": 3, **values}
     (event,) = [event for event in events(tmp_path) if event.summary.value]
     assert event.step == 3
-    values = {value.tag: value.simple_value for value in event.summary.value}
-    assert values == {"loss": 0.5, "half": 1.5, "skipped": 2, "n": 7, "x": 1}
+    assert {value.tag: value.simple_value for value in event.summary.value} == values
     rows.close()
 
 
@@ -76,12 +73,6 @@ def test_non_finite_values_read_back(tmp_path):
     (again,) = read(tmp_path / "metrics.jsonl")
     assert math.isnan(again["loss"]) and again["norm"] == math.inf and again["low"] == -math.inf
     assert "nonfinite" not in again
-
-
-@pytest.mark.parametrize("value", [np.zeros(2), "text", None])
-def test_a_metric_is_one_number(tmp_path, value):
-    with Metrics(tmp_path) as rows, pytest.raises(ValueError, match="A metric is one number; given loss, "):
-        rows.write(1, {"loss": value})
 
 
 def test_arrays_are_left_out_of_rows(capsys):
@@ -102,8 +93,8 @@ def test_a_repeated_evaluation_replaces_its_row(tmp_path):
     """The second one is of other data: with the same settings it has the same values."""
     write(tmp_path, range(1, 5))
     for name, loss in (("eval_loss", math.inf), ("eval_loss", 7.5), ("eval_other_loss", 8.5)):
-        with Metrics(tmp_path, resumed_step=3) as rows:
-            rows.replace_evaluation(3, {name: loss})
+        with Metrics(tmp_path, resumed_step=3, evaluates=True) as rows:
+            rows.write(3, {name: loss})
         assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 3]
         assert scalars(tmp_path) == {1: 2.0, 2: 3.0, 3: 4.0} and scalars(tmp_path, name) == {3: loss}
     assert scalars(tmp_path, "eval_loss") == {}
