@@ -1,27 +1,36 @@
-"""The style of every picture, inside a page or in its own file.
+"""The charts of pages: the style of every picture, and the metrics of runs drawn together, smoothed.
 
 `chart` makes a matplotlib figure in that style. `inline` turns a figure into markup for a page: text stays text, and
 colours follow the page, light or dark. `write` makes a file that does the same. The same figure gives the same text,
 without references to anything outside.
+
+A run's chart is small with a large font: side by side on a wide window, stacked on a phone, readable on both. Unknown
+metrics get their own chart.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import math
 import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from cycler import cycler
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import Formatter, LogFormatter
+from matplotlib.ticker import EngFormatter, Formatter, LogFormatter, MaxNLocator
 
 from jdp.report.page import COLOURS, visible
+from jdp.report.run import Run
 
 # Colours for matplotlib that stand in for the page's variables.
 INK, FAINT, PAPER = "#010203", "#040506", "#070809"
@@ -119,3 +128,225 @@ def write(figure: Figure, path: Path, described: str) -> None:
     text = text.replace("xlink:href", "href")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+
+
+# The charts of runs.
+
+_FEWEST_TO_SMOOTH = 30
+_MOST_SMOOTHED = 100.0  # rows: a longer mean would lag behind a falling loss
+_LOG = 100.0  # times the smallest: curves that span more get a logarithmic axis
+_MOST_MARKERS = 500  # of one curve
+_DENSE = 500  # values in a chart's width: more become a band
+_DASHES = ((), (5.0, 2.0), (1.5, 1.5))
+_ELSEWHERE = {  # metrics that other charts and tables show, or that need no chart
+    *("loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "mfu", "tokens_per_second"),
+    *("examples_per_second", "step_seconds", "data_wait_seconds", "step", "time", "weight", "skipped"),
+    "eval_bits_per_token",
+}
+_MOST_OTHERS = 24
+_UP: dict[str, Any] = {"from_zero": True, "may_be_log": False}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run."""
+
+    run: int  # number of the run, which has a colour
+    steps: Sequence[float]  # in order
+    values: Sequence[float]  # as many; NaN and infinities leave gaps
+    kind: str = "line"  # "line"; "smoothed", a pale line under its running mean; "points", joined by a thin line
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture."""
+
+    title: str  # above it
+    curves: Sequence[Curve]  # one or more
+    unit: str = ""  # "", "percent" or "per second"
+    from_zero: bool = False  # the axis begins at 0
+    may_be_log: bool = True  # the axis is logarithmic if the curves span orders of magnitude
+    per_step: tuple[float, str] | None = None  # units a step for a second axis, such as (16384, "tokens")
+    x_label: str = "step"  # of the axis
+    moments: Sequence[tuple[int, float]] = ()  # (run, step) of vertical lines
+    large: bool = False  # twice as wide and high as the others, if there is room
+    note: str = ""  # text below it
+
+    @property
+    def picture(self) -> Markup:
+        with mpl.rc_context(SETTINGS):
+            figure, [axes] = chart(width=5.2, height=3.1)
+            for curve in self.curves:
+                _draw_curve(axes, curve)
+            alone = len({curve.run for curve in self.curves}) == 1
+            for run, step in self.moments:
+                hue = FAINT if alone else _colour(run)
+                axes.axvline(step, color=hue, linewidth=1.0, linestyle=(0, (1, 2)), zorder=0)
+            _label_steps(axes, self)
+            _label_values(axes, self)
+        return inline(figure, f"{self.title} over {self.x_label}s; the tables have numbers.")
+
+
+# Which charts there are.
+
+
+def learning(runs: Sequence[Run]) -> list[Chart]:
+    """Return the charts of losses, the learning rate, the gradients' norm and accuracies."""
+    counts = [_units_per_step(run) for run in runs]
+    same = counts[0] if counts and all(count == counts[0] for count in counts) else None
+    moments = [(number, step) for number, run in enumerate(runs) for step in run.resumes]
+    losses = ("loss", "smoothed"), ("eval_loss", "points")
+    accuracies = ("accuracy", "smoothed"), ("eval_accuracy", "points")
+    loss = _chart(runs, "Loss", *losses, large=True, per_step=same, moments=moments, note=_about_loss(runs))
+    charts = [
+        loss,
+        _chart(runs, "Learning rate", ("lr", "line"), **_UP),
+        _chart(runs, "Norm of the gradients", ("grad_norm", "smoothed")),
+        _chart(runs, "Accuracy", *accuracies, unit="percent", may_be_log=False),
+    ]
+    if same is None and all(counts):
+        charts.append(_over_units(loss, counts))
+    return [each for each in charts if each.curves]
+
+
+def speed(runs: Sequence[Run]) -> list[Chart]:
+    """Return the charts of throughput, the share of time that steps waited for data, and MFU."""
+    waiting = ("data_wait_seconds", "smoothed")
+    charts = [
+        _chart(runs, "Tokens a second", ("tokens_per_second", "smoothed"), unit="per second", **_UP),
+        _chart(runs, "Examples a second", ("examples_per_second", "smoothed"), unit="per second", **_UP),
+        _chart(runs, "Share of a step spent waiting for data", waiting, per="step_seconds", unit="percent", **_UP),
+        _chart(runs, "MFU", ("mfu", "smoothed"), unit="percent", **_UP),
+    ]
+    return [each for each in charts if each.curves]
+
+
+def others(runs: Sequence[Run]) -> list[Chart]:
+    """Return a chart for each metric that the other sections do not show."""
+    names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    named = [name for name in names if name not in _ELSEWHERE][:_MOST_OTHERS]
+    return [_chart(runs, name, (name, "points" if name.startswith("eval_") else "smoothed")) for name in named]
+
+
+def _chart(runs: Sequence[Run], title: str, *metrics: tuple[str, str], per: str = "", **options: Any) -> Chart:
+    curves = list[Curve]()
+    for number, run in enumerate(runs):
+        for name, kind in metrics:
+            rows = [row for row in run.rows if name in row and (not per or row.get(per))]
+            values = [row[name] / (row[per] if per else 1.0) for row in rows]
+            curves += [Curve(number, [row["step"] for row in rows], values, kind)] if rows else []
+    return Chart(title, curves, **options)
+
+
+def _units_per_step(run: Run) -> tuple[float, str] | None:
+    """Return (tokens or examples of a step, the unit); None if no speed was logged."""
+    if run.speed is None:
+        return None
+    rows = [row for row in run.rows if run.speed in row and "step_seconds" in row]
+    counts = [row[run.speed] * row["step_seconds"] for row in rows]
+    counts = [count for count in counts if math.isfinite(count) and count >= 0.5]
+    return (float(round(statistics.median(counts))), run.speed.removesuffix("_per_second")) if counts else None
+
+
+def _over_units(loss: Chart, counts: Sequence[tuple[float, str] | None]) -> Chart:
+    moved = [
+        replace(curve, steps=[step * count[0] for step in curve.steps])
+        for curve in loss.curves
+        if (count := counts[curve.run]) is not None
+    ]
+    units = {count[1] for count in counts if count is not None}
+    unit = units.pop() if len(units) == 1 else "sample"
+    return Chart(f"Loss over {unit}", moved, x_label=unit.removesuffix("s"))
+
+
+def _about_loss(runs: Sequence[Run]) -> str:
+    rows = max((len(run.values("loss")) for run in runs), default=0)
+    parts = list[str]()
+    if rows >= _FEWEST_TO_SMOOTH and round(_smoothing(rows)) > 1:
+        parts.append(f"Pale: as logged; line: its running mean over about {_smoothing(rows):.0f} rows.")
+    if any(run.values("eval_loss") for run in runs):
+        parts.append("Points: on held-out data.")
+    if any(run.resumes for run in runs):
+        parts.append("Dotted: resumed.")
+    return " ".join(parts)
+
+
+# Drawing.
+
+
+def legend(names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return each run's legend entry: name, colour, and dashes from the eighth run on."""
+    dashes = (" ".join(f"{3 * length:g}" for length in _dashes(run)) for run in range(len(names)))
+    return [(name, _colour(run), pattern) for run, (name, pattern) in enumerate(zip(names, dashes, strict=True))]
+
+
+def _colour(run: int) -> str:
+    return SERIES[run % len(SERIES)]
+
+
+def _dashes(run: int) -> tuple[float, ...]:
+    return _DASHES[run // len(SERIES) % len(_DASHES)]
+
+
+def _smoothed(values: Sequence[float], over: float) -> np.ndarray:
+    """Return the exponentially weighted running mean, without bias at the beginning."""
+    keep, total, weight = 1 - 1 / max(over, 1.0), 0.0, 0.0
+    means = np.full(len(values), np.nan)
+    for i, value in enumerate(values):
+        if math.isfinite(value):
+            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        means[i] = total / weight if weight else math.nan
+    return means
+
+
+def _smoothing(rows: int) -> float:
+    """Return the number of rows over which a run's loss is smoothed; 1: no smoothing."""
+    return min(rows / 40, _MOST_SMOOTHED) if rows >= _FEWEST_TO_SMOOTH else 1.0
+
+
+def _draw_curve(axes: Axes, curve: Curve) -> None:
+    hue, dashes = _colour(curve.run), (0, pattern) if (pattern := _dashes(curve.run)) else "-"
+    values = np.asarray(curve.values, float)
+    values = np.where(np.isfinite(values), values, np.nan)
+    if curve.kind == "points":
+        every = max(1, len(values) // _MOST_MARKERS)
+        axes.plot(curve.steps, values, color=hue, linewidth=0.8, linestyle=dashes, alpha=0.7)
+        axes.plot(curve.steps, values, color=hue, linestyle="none", marker="o", markersize=4.5, markevery=every)
+        return
+    over = _smoothing(len(values)) if curve.kind == "smoothed" else 1.0
+    if over > 1:
+        pale = 0.45 if len(values) < _DENSE else 0.22
+        axes.plot(curve.steps, values, color=hue, linewidth=0.6, alpha=pale)
+        values = _smoothed(values.tolist(), over)
+    marker = "o" if len(values) == 1 else None
+    axes.plot(curve.steps, values, color=hue, linewidth=1.6, linestyle=dashes, marker=marker)
+
+
+def _label_steps(axes: Axes, drawn: Chart) -> None:
+    axes.set_xlabel(drawn.x_label)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    if drawn.per_step is not None:
+        count, name = drawn.per_step
+        above = axes.secondary_xaxis("top", functions=(lambda x: np.multiply(x, count), lambda x: np.divide(x, count)))
+        above.set_xlabel(name)
+        above.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _label_values(axes: Axes, drawn: Chart) -> None:
+    axes.grid(visible=True, axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
+    finite = [value for curve in drawn.curves for value in curve.values if math.isfinite(value)]
+    largest = max(map(abs, finite), default=0.0)
+    if drawn.may_be_log and finite and min(finite) > 0 and max(finite) > _LOG * min(finite):
+        axes.set_yscale("log")
+    elif drawn.unit == "percent":
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
+    elif drawn.unit == "per second" or 1e4 <= largest < 1e15:
+        axes.yaxis.set_major_formatter(EngFormatter(sep="") if largest >= 1 else lambda value, _: f"{value:.2g}")
+    elif largest >= 1e15:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
+    if drawn.from_zero and axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0, top=1.08 * max(finite, default=1.0) or 1.0)
+    if not finite:
+        axes.text(0.5, 0.5, "no finite value", color=INK, ha="center", transform=axes.transAxes)
+        axes.set_yticks([])

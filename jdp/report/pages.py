@@ -18,7 +18,7 @@ from jdp.core.sharding.axes import factors
 from jdp.foresight.foresee import PlanReport
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row
 from jdp.foresight.verify import Report
-from jdp.report.curves import learning, legend, others, speed
+from jdp.report.charts import learning, legend, others, speed
 from jdp.report.page import format_number, page, without_roots
 from jdp.report.run import Row as Metrics
 from jdp.report.run import Run
