@@ -189,9 +189,8 @@ def save_batch(folder: Path, done: int, batch: Batch) -> Path:
     arrays: dict[str, NDArray[Any]] = {}
     for path, leaf in jax.tree.leaves_with_path(batch):
         rows, values = _own_rows(leaf)
-        foreign = f":{values.dtype.name}" if values.dtype.kind == "V" else ""
-        stored = values.view(f"uint{8 * values.dtype.itemsize}") if foreign else values
-        arrays |= {"rows": rows, f"batch/{path_of(path)}{foreign}": stored}
+        values = values.astype(np.float32) if values.dtype.kind == "V" else values  # NumPy has no bfloat16
+        arrays |= {"rows": rows, f"batch/{path_of(path)}": values}
     new = file.with_suffix(".new")
     with new.open("wb") as stream:
         np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]

@@ -76,10 +76,6 @@ class Child:
         """True if it ended with an error and was not stopped."""
         return self.ended < math.inf and self.status != 0 and not self.stopped
 
-    @property
-    def last_words(self) -> list[str]:
-        return [line.decode(errors="replace") for line in self.streams[0].tail]
-
 
 class Processes:
     """The processes of one attempt on this machine; none outlives `with`."""

@@ -162,7 +162,7 @@ def report(cause: Child, processes: int, signals: Sequence[int], children: Seque
     early = [str(child.rank) for child in children if child.ended < cause.ended and child.status == 0]
     if early and (cause.aborted or cause.status == SOFTWARE_ERROR):
         why += f" (process {', '.join(early)} had left before it, with exit code 0: all must take the same steps)"
-    words = [f"    {line}" for line in cause.last_words] or ["    (nothing)"]
+    words = [f"    {line.decode(errors='replace')}" for line in cause.streams[0].tail] or ["    (nothing)"]
     tell(log, "ended", f"{who}{why}", "\n".join([". Its last output:", *words]), **facts)
 
 

@@ -14,9 +14,8 @@ import hashlib
 import io
 import math
 import re
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +165,6 @@ class Chart:
     unit: str = ""  # "", "percent" or "per second"
     from_zero: bool = False  # the axis begins at 0
     may_be_log: bool = True  # the axis is logarithmic if the curves span orders of magnitude
-    per_step: tuple[float, str] | None = None  # units a step for a second axis, such as (16384, "tokens")
-    x_label: str = "step"  # of the axis
     moments: Sequence[tuple[int, float]] = ()  # (run, step) of vertical lines
     large: bool = False  # twice as wide and high as the others, if there is room
     note: str = ""  # text below it
@@ -182,9 +179,11 @@ class Chart:
             for run, step in self.moments:
                 hue = FAINT if alone else _colour(run)
                 axes.axvline(step, color=hue, linewidth=1.0, linestyle=(0, (1, 2)), zorder=0)
-            _label_steps(axes, self)
+            axes.set_xlabel("step")
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
             _label_values(axes, self)
-        return inline(figure, f"{self.title} over {self.x_label}s; the tables have numbers.")
+        return inline(figure, f"{self.title} over steps; the tables have numbers.")
 
 
 # Which charts there are.
@@ -192,20 +191,15 @@ class Chart:
 
 def learning(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of losses, the learning rate, the gradients' norm and accuracies."""
-    counts = [_units_per_step(run) for run in runs]
-    same = counts[0] if counts and all(count == counts[0] for count in counts) else None
     moments = [(number, step) for number, run in enumerate(runs) for step in run.resumes]
     losses = ("loss", "smoothed"), ("eval_loss", "points")
     accuracies = ("accuracy", "smoothed"), ("eval_accuracy", "points")
-    loss = _chart(runs, "Loss", *losses, large=True, per_step=same, moments=moments, note=_about_loss(runs))
     charts = [
-        loss,
+        _chart(runs, "Loss", *losses, large=True, moments=moments, note=_about_loss(runs)),
         _chart(runs, "Learning rate", ("lr", "line"), **_UP),
         _chart(runs, "Norm of the gradients", ("grad_norm", "smoothed")),
         _chart(runs, "Accuracy", *accuracies, unit="percent", may_be_log=False),
     ]
-    if same is None and all(counts):
-        charts.append(_over_units(loss, counts))
     return [each for each in charts if each.curves]
 
 
@@ -236,27 +230,6 @@ def _chart(runs: Sequence[Run], title: str, *metrics: tuple[str, str], per: str 
             values = [row[name] / (row[per] if per else 1.0) for row in rows]
             curves += [Curve(number, [row["step"] for row in rows], values, kind)] if rows else []
     return Chart(title, curves, **options)
-
-
-def _units_per_step(run: Run) -> tuple[float, str] | None:
-    """Return (tokens or examples of a step, the unit); None if no speed was logged."""
-    if run.speed is None:
-        return None
-    rows = [row for row in run.rows if run.speed in row and "step_seconds" in row]
-    counts = [row[run.speed] * row["step_seconds"] for row in rows]
-    counts = [count for count in counts if math.isfinite(count) and count >= 0.5]
-    return (float(round(statistics.median(counts))), run.speed.removesuffix("_per_second")) if counts else None
-
-
-def _over_units(loss: Chart, counts: Sequence[tuple[float, str] | None]) -> Chart:
-    moved = [
-        replace(curve, steps=[step * count[0] for step in curve.steps])
-        for curve in loss.curves
-        if (count := counts[curve.run]) is not None
-    ]
-    units = {count[1] for count in counts if count is not None}
-    unit = units.pop() if len(units) == 1 else "sample"
-    return Chart(f"Loss over {unit}", moved, x_label=unit.removesuffix("s"))
 
 
 def _about_loss(runs: Sequence[Run]) -> str:
@@ -322,17 +295,6 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
     axes.plot(curve.steps, values, color=hue, linewidth=1.6, linestyle=dashes, marker=marker)
 
 
-def _label_steps(axes: Axes, drawn: Chart) -> None:
-    axes.set_xlabel(drawn.x_label)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    if drawn.per_step is not None:
-        count, name = drawn.per_step
-        above = axes.secondary_xaxis("top", functions=(lambda x: np.multiply(x, count), lambda x: np.divide(x, count)))
-        above.set_xlabel(name)
-        above.xaxis.set_major_formatter(EngFormatter(sep=""))
-
-
 def _label_values(axes: Axes, drawn: Chart) -> None:
     axes.grid(visible=True, axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
     finite = [value for curve in drawn.curves for value in curve.values if math.isfinite(value)]
@@ -341,10 +303,9 @@ def _label_values(axes: Axes, drawn: Chart) -> None:
         axes.set_yscale("log")
     elif drawn.unit == "percent":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
-    elif drawn.unit == "per second" or 1e4 <= largest < 1e15:
-        axes.yaxis.set_major_formatter(EngFormatter(sep="") if largest >= 1 else lambda value, _: f"{value:.2g}")
-    elif largest >= 1e15:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
+    elif drawn.unit == "per second" or largest >= 1e4:
+        short = EngFormatter(sep="") if 1 <= largest < 1e15 else lambda value, _: f"{value:.2g}"
+        axes.yaxis.set_major_formatter(short)
     if drawn.from_zero and axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0, top=1.08 * max(finite, default=1.0) or 1.0)
     if not finite:

@@ -116,7 +116,6 @@ _FINEST = 4000  # distinct stretches of the axis, if there are enough rectangles
 _TOP = {COMPUTE: 2, COMMUNICATION: 28}
 _HEIGHT = 22
 _LABELLED = 0.03  # share of the axis from which a block has room for "× n"
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 @dataclass(frozen=True)
@@ -284,7 +283,6 @@ def _drawing(timeline: Timeline, axis_seconds: float, most: int) -> dict[str, An
 
 def _ticks(axis_seconds: float) -> list[tuple[str, float, str]]:
     """Return (kind, place, time) of ticks below the lanes: finer for a zoom, fewer on a phone."""
-    unit, name = next((each for each in _UNITS if axis_seconds >= each[0]), _UNITS[-1])
 
     def places(most: int) -> list[float]:
         """Return shares of the axis, which end before a label would be cut off."""
@@ -293,4 +291,4 @@ def _ticks(axis_seconds: float) -> list[tuple[str, float, str]]:
 
     kinds = dict.fromkeys(places(80), "fine tick")
     kinds |= {at: "tick odd" if number % 2 else "tick" for number, at in enumerate(places(10))}
-    return [(kind, at, f"{at * axis_seconds / unit:.4g} {name}" if at else "0") for at, kind in kinds.items()]
+    return [(kind, at, format_seconds(at * axis_seconds) if at else "0") for at, kind in kinds.items()]
