@@ -1,7 +1,5 @@
 """The deadline: how long, who is named, and that it ends a process whose main thread cannot."""
 
-import time
-
 import pytest
 from coordination import Store
 
@@ -92,13 +90,6 @@ def test_process_0_notices_silence_before_jax(monkeypatch, other):
     now[0] += 60  # process 0 itself is stopped for a minute: the others have their time again
     first.publish(at(3, when=now[0]), once=False)
     assert not first.silent
-
-
-def test_a_loop_that_moves_is_left_alone(tmp_path):
-    with Deadline(0.5, 60) as deadline:
-        for step in range(4):
-            deadline.step(step)
-            time.sleep(0.2)  # longer together than the limit, and no single step
 
 
 def test_xlas_timeout_is_set_on_gpus_only(monkeypatch):

@@ -15,7 +15,6 @@ from tiny_runs import rows, saved_steps, train
 from jdp.checkpoint import errors
 from jdp.checkpoint.stored import COMMITTED
 from jdp.run import signals
-from jdp.run.metrics import Metrics
 
 TRAIN = {"steps": 6, "batch_size": 16, "log_every": 1, "eval_every": 0, "checkpoint_every": 2}
 
@@ -60,28 +59,6 @@ def test_a_disk_full_for_a_moment(file, begins, capsys):
     said = capsys.readouterr().out
     assert said.count("No space left on device") == said.count("; retrying for 240 s") > 0
     assert re.search(r"it succeeded after \d+\.\d s, at try \d+\n", said)
-
-
-def test_rows_are_unique_after_a_full_disk(tmp_path):
-    failed = []
-
-    def patiently(action):
-        try:
-            action()
-        except OSError as error:
-            failed.append(error)
-            hog.unlink(missing_ok=True)
-            action()
-
-    with small_disk(tmp_path / "run", "1m"):
-        hog = tmp_path / "run" / "hog"
-        with Metrics(tmp_path / "run", patiently=patiently) as metrics:
-            for step in range(1, 301):
-                if step in (2, 150):
-                    fill(hog)
-                metrics.write(step, {"loss": step / 7})
-        assert len(failed) >= 2
-        assert rows(tmp_path / "run", "loss") == {step: step / 7 for step in range(1, 301)}
 
 
 def test_a_disk_that_stays_full_exits_with_75(file, begins, capsys, monkeypatch):

@@ -3,17 +3,13 @@
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from damage import flip
-from tiny_experiment import points_text, tables, write_points, write_tiny
+from tiny_experiment import points_text, tables, write_points
 from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 import jdp
-from jdp.checkpoint import Checkpoints, check
-from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import load
+from jdp.checkpoint import Checkpoints
 from jdp.guard.time_account import KINDS
 from jdp.launch.events import read_logs
 from jdp.run.metrics import read
@@ -88,22 +84,6 @@ def test_stop_and_resume_is_bitwise_the_undisturbed_run(whole, experiment, capsy
         assert rows(folder, *names) == rows(whole, *names)
 
 
-@pytest.mark.rest
-def test_resume_with_int8_gradients_is_bitwise(experiment):
-    """The rounding of a step is drawn from its key: nothing is kept beside the state."""
-    int8 = ("--wire", "int8", "--model.hidden", "[4096]")
-    with stopped_at(5):
-        assert train(experiment, *int8)[0] == 130
-    runs = [train(experiment, *int8, name=name) for name in ("points", "calm")]
-    assert [code for code, _ in runs] == [0, 0]
-    for names in (("loss", "grad_norm"), ("eval_loss",)):
-        resumed, calm = (rows(folder, *names) for _, folder in runs)
-        assert resumed == calm and max(calm) == 8
-    target = Assembly.on_devices(load(runs[0][1] / "experiment.toml")).training.abstract_state
-    states = [jdp.restore(folder / "checkpoints" / "8", target) for _, folder in runs]
-    jax.tree.map(np.testing.assert_array_equal, *[(state.params, state.opt_state) for state in states])
-
-
 def test_a_crash_repeats_steps_since_the_checkpoint(whole, experiment, capsys):
     """Nothing was saved at step 5: the run goes on from 3, and no step is there twice."""
     with stopped_at(5) as patched:
@@ -153,15 +133,6 @@ def test_skips_before_a_stop_are_not_counted_again(experiment, capsys, monkeypat
     code, folder = train(experiment)
     assert code == 0, capsys.readouterr().err
     assert [skipped for _, skipped in rows(folder, "loss", "skipped").values()] == [1, 2] + [2] * 6
-
-
-@pytest.mark.rest
-def test_resumes_under_another_strategy(whole, experiment):
-    with stopped_at(5):
-        train(experiment, "--strategy", "zero3")
-    code, folder = train(experiment, "--strategy", "ddp")
-    assert code == 0
-    assert rows(folder, "loss") == pytest.approx(rows(whole, "loss"), abs=5e-6)
 
 
 def test_too_many_skipped_steps_end_the_run(experiment, capsys):
@@ -218,32 +189,7 @@ def test_refuses_to_resume_on_other_data(experiment, capsys):
     with stopped_at(3):
         _, folder = train(experiment)
     with np.load(experiment.parent / "points.npz") as points:
-        changed = {**points, "features": points["features"] + 1}
-    np.savez(experiment.parent / "points.npz", **changed)
-    assert "was trained on other data" in refused(capsys, "train", experiment, "--run-dir", folder.parent)
-
-
-OFTEN_SAVED = "[train]\nsteps = 6\nbatch_size = 8\nlog_every = 1\neval_every = 2\ncheckpoint_every = 2\n"
-
-
-def losses(folder):
-    return rows(folder, "loss", "grad_norm"), rows(folder, "eval_loss")
-
-
-@pytest.mark.rest
-def test_a_run_resumes_from_the_newest_whole_checkpoint(tmp_path, fresh_notices, capsys):
-    file = write_tiny(tmp_path, OFTEN_SAVED)
-    code, folder = train(file)
-    assert code == 0
-    want = losses(folder)
-    checkpoints = file.parent / "runs" / "tiny" / "checkpoints"
-    flip(max((checkpoints / "6").rglob("*"), key=lambda path: path.stat().st_size), 1000)
-    (checkpoints / "4" / "state" / "manifest.ocdbt").unlink()
-    code, folder = train(file)
-    said = "".join(capsys.readouterr())
-    assert code == 0 and losses(folder) == want
-    assert "checkpoint 4 is damaged (state/manifest.ocdbt is missing) and set aside as damaged-4; 2 is read in" in said
-    assert "checkpoint 6 is damaged (" in said and "resumed after step 2" in said
-    names = sorted(path.name for path in checkpoints.glob("[!.]*"))
-    assert names == ["2", "4", "6", "damaged-4", "damaged-6"]
-    assert [found.status for found in check(folder)] == ["whole"] * 3
+        np.savez(experiment.parent / "other.npz", **{**points, "features": points["features"] + 1})
+    other = ("--run-dir", folder.parent, "--data.source", experiment.parent / "other.npz")
+    error = refused(capsys, "train", experiment, *other)
+    assert "was trained on other data" in error and "data.source was '" in error
