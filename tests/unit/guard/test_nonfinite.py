@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_states import plan_of
 
 import jdp
-from jdp.core.step import Step
 from jdp.guard.nonfinite import Inspection, save_batch
 
 ROWS = 16
@@ -28,15 +28,6 @@ def loss(params, batch, rng):
     return jdp.Loss(total=out.sum(), weight=jnp.float32(len(out)))
 
 
-@dataclasses.dataclass
-class Trainer:
-    step: Step
-    state: jdp.TrainState
-
-    def finding(self, done=1, **changed):
-        return Inspection(self.step).of(self.state, batch_of(**changed), done)
-
-
 def batch_of(**changed):
     batch = {"x": np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32"), "scale": np.ones(ROWS, "float32")}
     for name, row in changed.items():
@@ -44,18 +35,21 @@ def batch_of(**changed):
     return batch
 
 
-@pytest.fixture(params=["ddp", "zero1", "zero3"])
-def trainer(request):
-    plan = jdp.Plan(jdp.make_mesh(data=8), request.param, min_shard_size=8)
-    return Trainer(
-        jdp.make_train_step(loss, plan, accumulate=2, check_loss=False),
-        jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0)),
-    )
+everywhere = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 
 
+def found(strategy, done=1, tx=None, change=lambda state: state, settings=None, **changed):
+    """Inspect step `done` on a `change`d state, with a batch that has NaN or zeros in these rows."""
+    plan = plan_of(strategy)
+    state = change(jdp.init_state(init, tx or optax.sgd(0.1), plan, rng=jax.random.key(0)))
+    step = jdp.make_train_step(loss, plan, check_loss=False, **(settings or {"accumulate": 2}))
+    return Inspection(step).of(jdp.place(state, plan), batch_of(**changed), done)
+
+
+@everywhere
 @pytest.mark.default_ids("zero3")
-def test_nan_in_batches_is_named_with_rows(trainer):
-    finding = trainer.finding(done=7, x=[3, 9])
+def test_nan_in_batches_is_named_with_rows(strategy):
+    finding = found(strategy, done=7, x=[3, 9])
     (bad,) = finding.batch
     assert (bad.path, bad.places, finding.processes, finding.params) == ("x", (3, 9), (0,), ())
     assert np.isnan(finding.loss) and len(finding.gradients) == finding.leaves == 4
@@ -65,56 +59,51 @@ def test_nan_in_batches_is_named_with_rows(trainer):
     assert third.startswith("4 of 4 gradients are not finite, in the order of the backward pass first out/c, ")
 
 
+@everywhere
 @pytest.mark.default_ids("zero3")
-def test_gradients_break_where_the_backward_pass_does(trainer):
-    finding = trainer.finding(scale=5)
+def test_gradients_break_where_the_backward_pass_does(strategy):
+    finding = found(strategy, scale=5)
     assert (finding.batch, finding.params) == ((), ()) and np.isfinite(finding.loss)
     assert [bad.path for bad in finding.gradients] == ["in/a"]
     assert "the backward pass broke" in finding.sentences[0]
 
 
+@everywhere
 @pytest.mark.default_ids("ddp")
-def test_nonfinite_parameters_come_before_the_loss(trainer):
-    state, plan = trainer.state, trainer.step.plan
-    broken = state.params["out"]["c"].at[2].set(jnp.inf)
-    trainer.state = jdp.place(dataclasses.replace(state, params={**state.params, "out": {"c": broken}}), plan)
-    finding = trainer.finding()
+def test_nonfinite_parameters_come_before_the_loss(strategy):
+    def broken(state):
+        out = {"c": state.params["out"]["c"].at[2].set(jnp.inf)}
+        return dataclasses.replace(state, params={**state.params, "out": out})
+
+    finding = found(strategy, change=broken)
     assert [str(bad) for bad in finding.params] == ["out/c (at 2 of 4 along its first dimension)"]
     assert finding.sentences[0] == f"Before step 1 parameters were not finite: {finding.params[0]}."
 
 
-def test_nonfinite_updates_are_named_with_leaves(trainer):
+@everywhere
+def test_nonfinite_updates_are_named_with_leaves(strategy):
     """A learning rate of NaN, after a gradient that is finite."""
-    trainer.state = jdp.init_state(init, optax.sgd(jnp.nan, momentum=0.9), trainer.step.plan, rng=jax.random.key(0))
-    finding = trainer.finding()
-    names = ["in/a", "middle/b", "middle/bias", "out/c"]
-    assert [str(bad) for bad in finding.updated] == [f"params/{name}" for name in names]
-    (first,) = finding.sentences
-    assert first == (
+    finding = found(strategy, tx=optax.sgd(jnp.nan, momentum=0.9))
+    names = [f"params/{name}" for name in ("in/a", "middle/b", "middle/bias", "out/c")]
+    assert [str(bad) for bad in finding.updated] == names
+    assert finding.sentences == [
         "The gradient of step 1 is finite; the optimizer's update is not. It would leave NaN or infinities in "
-        f"{', '.join(f'params/{name}' for name in names)}. Look at the learning rate (optimizer.lr)."
-    )
+        f"{', '.join(names)}. Look at the learning rate (optimizer.lr)."
+    ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"wire": "int8"}], ids=str)
+@pytest.mark.parametrize("settings", [{"precision": "fp32"}, {"precision": "bf16"}, {"wire": "int8"}], ids=str)
 def test_gradients_are_seen_before_encoding_and_in_order(settings):
     """In the order of the backward pass. int8 would make a gradient that is not finite one of all numbers."""
-    plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
-    state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    inspection = Inspection(jdp.make_train_step(loss, plan, **settings, check_loss=False))
-    names = [bad.path.rpartition("/")[2] for bad in inspection.of(state, batch_of(x=0), 1).gradients]
+    names = [bad.path.rpartition("/")[2] for bad in found("ddp", settings=settings, x=0).gradients]
     assert names[0] == "c" and names[-1] == "a" and {*names[1:3]} == {"b", "bias"}
-    assert [bad.path for bad in inspection.of(state, batch_of(scale=5), 1).gradients] == ["in/a"]
+    assert [bad.path for bad in found("ddp", settings=settings, scale=5).gradients] == ["in/a"]
 
 
 def test_a_batch_is_read_as_it_was_written(tmp_path):
-    plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
-    batch = {
-        **batch_of(x=2),
-        "half": jnp.arange(ROWS, dtype=jnp.bfloat16),
-        "deep": {"ids": np.arange(2 * ROWS).reshape(ROWS, 2)},
-    }
-    (placed,) = jdp.shard_batches([batch], plan)
+    batch = batch_of(x=2) | {"half": jnp.arange(ROWS, dtype=jnp.bfloat16)}
+    batch["deep"] = {"ids": np.arange(2 * ROWS).reshape(ROWS, 2)}
+    (placed,) = jdp.shard_batches([batch], plan_of("ddp"))
     file = save_batch(tmp_path / "events", 12, placed)
     assert file.name == "batch-12.npz"
     with np.load(file) as stored:

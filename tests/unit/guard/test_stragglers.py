@@ -18,7 +18,6 @@ from jdp.guard.stragglers import HostTimes, straggler
         ({0: 0.10, 1: 0.14}, 1.0, None, None),  # 4 %
         ({0: 0.3, 1: 0.3, 2: 0.3}, 0.4, None, None),  # all alike: nobody waits for another
         ({0: 0.5}, 1.0, None, None),
-        ({}, 1.0, None, None),
         ({0: 0.0, 1: 1.0}, 0.0, None, None),
     ],
 )

@@ -1,5 +1,7 @@
 """Pages in a real browser: they load nothing, log nothing, and can be read at any width, in light and in dark."""
 
+import functools
+
 import pytest
 from chromium import MISSING, Chromium, find_chromium
 from test_plan_page import forecast_of, outlook_of
@@ -60,13 +62,12 @@ def browser():
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """The pages, each written when it is first asked for."""
-    folder, written = tmp_path_factory.mktemp("pages"), {}
+    folder = tmp_path_factory.mktemp("pages")
 
+    @functools.cache
     def page(name):
-        if name not in written:
-            written[name] = folder / f"{name}.html"
-            written[name].write_text(PAGES[name](), encoding="utf-8")
-        return written[name]
+        (folder / f"{name}.html").write_text(PAGES[name](), encoding="utf-8")
+        return folder / f"{name}.html"
 
     return page
 

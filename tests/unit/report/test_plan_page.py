@@ -19,7 +19,6 @@ from jdp.foresight.verify import Report
 from jdp.report.page import without_roots
 from jdp.report.pages import plan_page
 
-SMALL_ENOUGH = 1_500_000
 VOID = {"br", "hr", "input", "meta"}
 HOSTILE = '</title></svg><script>alert("x")</script><img src=http://evil/> & $\\frac{$'
 
@@ -140,8 +139,8 @@ def forecast_of(*estimates, **changed):
     return PlanReport("h100:1x4", 4, estimates, **changed)
 
 
-def read(forecast, **named):
-    return Reader(plan_page(forecast, title=named.pop("title", "gpt on h100:1x4"), **named))
+def read(forecast, title="gpt on h100:1x4", **named):
+    return Reader(plan_page(forecast, title=title, **named))
 
 
 def test_the_page_holds_the_answer_and_the_numbers():
@@ -246,6 +245,4 @@ def test_a_long_program_makes_a_small_page(ways, kernels):
     long_line = "/a/rather/long/path/to/the/place/of/the/loss/function.py:1234"
     report = report_of(collectives=2000, source=long_line, timeline=events)
     estimates = [outlook_of(report=report, accumulate=i) for i in range(1, ways + 1)]
-    text = plan_page(forecast_of(*estimates), title="t")
-    assert len(text.encode()) < SMALL_ENOUGH
-    Reader(text)
+    assert len(plan_page(forecast_of(*estimates), title="t").encode()) < 1_500_000

@@ -1,14 +1,11 @@
 """A disk that is full for a while, storage that is away: after the first step both are tried again, then exit 75."""
 
 import re
-import shutil
 import threading
 import time
 
-import fsspec
 import pytest
 from damage import small_disk
-from storage_servers import copies, whole
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, train
 
@@ -82,23 +79,3 @@ def fill(hog):
     with hog.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
             file.write(bytes(4096))
-
-
-@pytest.mark.rest
-def test_a_fresh_machine_resumes_from_interrupted_storage(bucket, file, begins, capsys):
-    fs, root = fsspec.core.url_to_fs(f"{bucket}/points", use_listings_cache=False)
-    mirrored, kept = ("--train.mirror", f"{bucket}/points"), {name: getattr(fs, name) for name in ("put", "find")}
-
-    def fails(*_, **__):
-        raise ConnectionError("no route to host")
-
-    away = dict.fromkeys(kept, fails)
-    goes, comes = (lambda values=values: [setattr(fs, *each) for each in values.items()] for values in (away, kept))
-    begins(3, lambda: fs.exists(f"{root}/2/{COMMITTED}"), goes, comes, 1.0)
-    assert train(file, *mirrored)[0] == 0
-    assert copies(f"{bucket}/points") == whole(2, 4, 6)
-    shutil.rmtree(file.parent / "runs")
-    code, folder = train(file, *mirrored, "--train.steps", "8")
-    assert code == 0 and saved_steps(folder) == [6, 8]
-    said = capsys.readouterr()
-    assert f"mirror {bucket}/points: fetched checkpoint 6" in said.err and "resumed after step 6" in said.out

@@ -177,15 +177,11 @@ def test_overflowing_updates_name_the_rate(file, capsys):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("count", [2, 5])
-def test_a_short_run_of_skipped_steps_diverged(file, capsys, count):
+def test_a_short_run_of_skipped_steps_diverged(file, capsys):
     """The first update makes the weights huge, and no later step has finite gradients."""
-    code, folder = train(file, "--optimizer.lr", "1e38", "--train.steps", str(count))
-    shown = capsys.readouterr()
-    assert code == 2 and shown.err.count("error:") == 1 and "Traceback" not in shown.err
-    row = f"the gradients of {count - 1} step" + "s in a row" * (count > 2)
-    assert f"{row} were not finite (and the run ended with them)" in shown.err and "lower optimizer.lr" in shown.err
-    assert f"skipped {count - 1}" in shown.out and "skipped 0" not in shown.out
+    error = refusal(capsys, file, "--optimizer.lr", "1e38", "--train.steps", "2")
+    assert "the gradients of 1 step were not finite (and the run ended with them)" in error
+    folder = file.parent / "runs" / "points"
     assert not saved_steps(folder) and not (folder / "summary.json").exists()
 
 

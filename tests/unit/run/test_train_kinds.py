@@ -14,8 +14,7 @@ from jdp.base.tree_paths import path_of
 from jdp.cli.main import main
 from jdp.data import global_batches
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import from_table, load
-from jdp.experiment.plan import prove_experiment
+from jdp.experiment.file import load
 from jdp.run.metrics import read
 
 GPT = {"name": "gpt-nano", "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 8}
@@ -145,17 +144,6 @@ def test_prove_runs_what_the_file_trains(folder):
     proof = prove_experiment(experiment, steps=2, devices=2, only=("zero3 2 devices K=1", "resume"))
     assert proof.equal, str(proof)
     assert any("in 2 of 4 parameters" in note for note in proof.notes), proof.notes
-
-
-def test_rules_and_mesh_shard_the_model():
-    table = {"name": "x", "strategy": "zero1", "mesh": {"replica": 2, "data": 2, "model": 2}}
-    table["rules"] = {"*/query/kernel": ["", "", "model"], "embed/*": [["model"]]}
-    table |= {"model": {**GPT, "width": 64, "heads": 4}, "train": {"steps": 1, "batch_size": 8}}
-    assembly = Assembly.on_devices(from_table(table))
-    specs = {place.path: place for place in assembly.training.plan.placements(assembly.training.abstract_state)}
-    query, embed = specs["params/layers/attention/query/kernel"], specs["params/embed/tokens"]
-    assert query.compute == jax.sharding.PartitionSpec(None, None, "model")
-    assert embed.compute[0] == "model" and embed.bytes_per_device == 256 * 64 * 4 // 4
 
 
 UNFIT = {
