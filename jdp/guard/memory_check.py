@@ -19,7 +19,7 @@ from jdp.core.precision import Precision
 from jdp.core.sharding.host_memory import PINNED
 from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.state import TrainState
-from jdp.core.types import Batch, Device, PyTree
+from jdp.core.types import Batch, PyTree
 
 _WEIGHT_BYTES = 4  # master weights are float32
 
@@ -72,23 +72,20 @@ def check_proof(state: TrainState, *, devices: int, steps: int, precision: Preci
 
 
 def _refuse(what: str, each: float, model: str, mesh: Mesh, strategy: str) -> None:
-    available, described = _memory([each for each in mesh.devices.flat if each.process_index == jax.process_index()])
+    """Raise ValueError if a device of this process has less memory; do nothing if its memory is unknown."""
+    devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices if device.platform != "cpu"]
+    available = min(filter(None, limits), default=math.inf)
+    described = f"a device has {format_bytes(available)}"
+    if devices and devices[0].platform == "cpu" and (memory := memory_bytes()) is not None:
+        share = f", which {len(devices)} devices share" if len(devices) > 1 else ""
+        available, described = memory / len(devices), f"this machine has {format_bytes(memory)}{share}"
     if each > available:
         raise UserError(
             f"{what} must fit into the devices' memory; {model} needs {format_bytes(each)} for them on each of "
             f"{mesh.size} devices under {strategy}, and {described}: make the model smaller"
             f"{'' if strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"
         )
-
-
-def _memory(devices: list[Device]) -> tuple[float, str]:
-    """Return the memory of one of these devices in bytes, and in words; infinity if unknown."""
-    if devices and devices[0].platform == "cpu" and (memory := memory_bytes()) is not None:
-        share = f", which {len(devices)} devices share" if len(devices) > 1 else ""
-        return memory / len(devices), f"this machine has {format_bytes(memory)}{share}"
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices if device.platform != "cpu"]
-    least = min(filter(None, limits), default=math.inf)
-    return least, "" if math.isinf(least) else f"a device has {format_bytes(least)}"
 
 
 def _count(params: PyTree) -> int:

@@ -151,6 +151,16 @@ _PARTS = {
     "dispatch": "starting the step (on GPUs it also waits there when the devices have enough to do)",
     "host": "in Python between steps",
 }
+_WAITS = {  # a part of a step -> the line of its cause, and its sentence with the fix
+    "data": (
+        "input: the devices wait up to {} of a step for batches",
+        "waits for data {} of its time: reading or decoding is too slow for the devices",
+    ),
+    "host": (
+        "python: the devices wait up to {} of a step for Python between steps",
+        "spends {} of its time in Python between steps: log, evaluate or save more rarely",
+    ),
+}
 _LONG = 3.0  # medians from which a step is reported as long
 _FEWEST = 3
 _CAUSE_SHARE, _LATE_SHARE, _ONCE_SHARE = 0.1, 0.05, 0.25
@@ -191,37 +201,25 @@ def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[tuple[float,
     A cause is its share of a step, its line, and its sentence with the fix ("" if the share is small).
     """
     costs = list[tuple[float, str, str]]()
-    for part, line, words in (
-        (
-            "data",
-            "input: the devices wait up to {} of a step for batches",
-            "waits for data {} of its time: reading or decoding is too slow for the devices",
-        ),
-        (
-            "host",
-            "python: the devices wait up to {} of a step for Python between steps",
-            "spends {} of its time in Python between steps: log, evaluate or save more rarely",
-        ),
-    ):
-        shares = {rank: own[part] / (own["seconds"] or 1.0) for rank, own in medians.items()}
-        rank = max(shares, key=shares.__getitem__, default=0)
-        share, most = shares.get(rank, 0.0), f", most in process {rank}" * (len(shares) > 1)
-        sentence = f"{f'Process {rank}' if most else 'It'} {words.format(format_percent(share))}."
-        costs.append((share, line.format(format_percent(share)) + most, sentence * (share > _CAUSE_SHARE)))
-    if len(medians) > 1:
-        hosts = {rank: own["data"] + own["dispatch"] + own["host"] for rank, own in medians.items()}
-        *others, (late, rank) = sorted((seconds, rank) for rank, seconds in hosts.items())
-        usual, step = statistics.median(seconds for seconds, _ in others), medians[rank]
-        if late - usual > _LATE_SHARE * (step["seconds"] or 1.0):
-            share = (late - usual - step["data"] - step["host"]) / (step["seconds"] or 1.0)  # these are counted above
-            costs.append(
-                (
-                    share,
-                    f"process {rank}: the others wait {format_percent(share)} of a step for its host",
-                    f"Process {rank} holds the others up: before its devices can begin it works {format_seconds(late)} "
-                    f"a step, the others {format_seconds(usual)}.",
-                )
+    for part, (line, words) in _WAITS.items():
+        share, rank = max((own[part] / (own["seconds"] or 1.0), rank) for rank, own in medians.items())
+        who, most = (f"Process {rank}", f", most in process {rank}") if len(medians) > 1 else ("It", "")
+        sentence = f"{who} {words.format(format_percent(share))}." if share > _CAUSE_SHARE else ""
+        costs.append((share, line.format(format_percent(share)) + most, sentence))
+    hosts = [(own["data"] + own["dispatch"] + own["host"], rank) for rank, own in medians.items()]
+    *others, (late, rank) = sorted(hosts)
+    usual, step = statistics.median([seconds for seconds, _ in others] or [late]), medians[rank]
+    if late - usual > _LATE_SHARE * step["seconds"]:
+        share = (late - usual - step["data"] - step["host"]) / (step["seconds"] or 1.0)  # these are counted above
+        line = f"process {rank}: the others wait {format_percent(share)} of a step for its host"
+        costs.append(
+            (
+                share,
+                line,
+                f"Process {rank} holds the others up: before its devices can begin it works {format_seconds(late)} a "
+                f"step, the others {format_seconds(usual)}.",
             )
+        )
     return costs
 
 
@@ -235,7 +233,7 @@ def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | N
     starts = total.start + total.restore + total.compile
     once = starts / max(total.visits, 1)
     steps = (total.steps + total.data) / total.total
-    costs = [(share * steps, line) for share, line, _ in _step_costs(medians)]
+    costs = [(share * steps, line) for share, line, _ in _step_costs(medians)] if medians else []
     for seconds, words in (
         (total.save, "saving: the loop waits {} of the time for checkpoints"),
         (total.eval, "evaluations: they take {} of the time"),

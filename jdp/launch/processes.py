@@ -212,20 +212,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run, and this machine's number.
-
-    Attributes:
-        count: number of nodes.
-        rank: number of this node, from 0.
-        coordinator: "HOST:PORT" of process 0, which is on node 0.
-
-    Raises:
-        ValueError: the values contradict each other, or the coordinator is not an address.
-    """
+    """The machines of a run, and this machine's number."""
 
     count: int
-    rank: int
-    coordinator: str
+    rank: int  # of this node, from 0
+    coordinator: str  # "HOST:PORT" of process 0, which is on node 0
 
     def __post_init__(self) -> None:
         if self.count < 1 or not 0 <= self.rank < self.count:

@@ -235,8 +235,8 @@ def _chart(runs: Sequence[Run], title: str, *metrics: tuple[str, str], per: str 
 def _about_loss(runs: Sequence[Run]) -> str:
     rows = max((len(run.values("loss")) for run in runs), default=0)
     parts = list[str]()
-    if rows >= _FEWEST_TO_SMOOTH and round(_smoothing(rows)) > 1:
-        parts.append(f"Pale: as logged; line: its running mean over about {_smoothing(rows):.0f} rows.")
+    if round(over := _smoothing(rows)) > 1:
+        parts.append(f"Pale: as logged; line: its running mean over about {over:.0f} rows.")
     if any(run.values("eval_loss") for run in runs):
         parts.append("Points: on held-out data.")
     if any(run.resumes for run in runs):

@@ -57,7 +57,7 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
         notes=[note for note in forecast.notes if not any(error in note for error in errors)],
         choice=choice,
         memory=memory_section(estimates),
-        timed=times_section(estimates, choice),
+        timed=times_section(estimates),
         tolerance=f"{TOLERANCE:g}",
         slack=f"{SLACK:.0%}",
         kinds=[
@@ -146,8 +146,7 @@ def run_page(runs: Sequence[Run]) -> str:
     sets = [(run.name if several else "", *table) for run in runs if (table := _data_sets(run.rows))]
     compiled = [(tail(run.name, _LONGEST_NAME), run, run.step) for run in runs if run.step is not None]
     estimates = [(name, step.estimate) for name, _, step in compiled]
-    missing = {run.name: run.why_no_step for run in runs if run.why_no_step is not None}
-    is_same = len(missing) == len(runs) and len({*missing.values()}) == 1
+    missing = [f"{run.name}: {run.why_no_step}" for run in runs if run.why_no_step is not None]
     return page(
         "run.html",
         title=f"Run{'s' * several} {listed((run.name for run in runs), 4)}",
@@ -160,7 +159,7 @@ def run_page(runs: Sequence[Run]) -> str:
         sets=sets,
         speed=speed(runs),
         others=others(runs),
-        missing=[*missing.values()][:1] if is_same else [f"{name}: {why}" for name, why in missing.items()],
+        missing=missing,
         compiled=compiled,
         memory=memory_section(estimates),
         timed=times_section(estimates),

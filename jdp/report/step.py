@@ -135,27 +135,20 @@ class Block:
         return self.start + self.seconds
 
 
-def times_section(estimates: Sequence[tuple[str, Estimate]], choice: str | None = None) -> dict[str, Any] | None:
+def times_section(estimates: Sequence[tuple[str, Estimate]]) -> dict[str, Any] | None:
     """Return the values of the template's macro `times`; None if no step's time is known."""
     timed = [(name, each, each.timeline) for name, each in estimates if each.timeline is not None]
     if not timed:
         return None
     longest = max(timeline.step_seconds for _, _, timeline in timed) or 1e-9
     most = max(60, MOST_RECTANGLES // len(timed))
-    same_steps: list[tuple[list[str], Estimate, Timeline]] = []  # candidates with one timeline share a drawing
-    for name, estimate, timeline in timed:
-        names = next((names for names, _, other in same_steps if other == timeline), None)
-        if names is None:
-            same_steps.append(([name], estimate, timeline))
-        else:
-            names.insert(0 if name == choice else len(names), name)
     steps = list[tuple[Any, ...]]()
-    for names, estimate, timeline in same_steps:
+    for name, estimate, timeline in timed:
         operations: dict[tuple[str, str, str], list[float]] = {}  # operation, lane, source -> seconds of each event
         for event in timeline.events:
             operations.setdefault((event.what, event.lane, event.source or "–"), []).append(event.seconds)
         longest_first = sorted(operations.items(), key=lambda operation: -sum(operation[1]))
-        steps.append((names, estimate, timeline, _drawing(timeline, longest, most), longest_first[:_LISTED]))
+        steps.append((name, estimate, timeline, _drawing(timeline, longest, most), longest_first[:_LISTED]))
     return {"candidates": timed, "steps": steps}
 
 

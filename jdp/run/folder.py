@@ -36,8 +36,6 @@ from jdp.run.metrics import EVENTS, JSONL, replace_file
 FILE = "experiment.toml"
 LOCK = ".lock"
 CHECKPOINTS, EXPORT = "checkpoints", "export"
-EXPORTED = f"{EXPORT}/jdp.json"
-"""The file that marks a run's export, with its step."""
 SUMMARY = "summary.json"
 """The summary of a finished run."""
 MAY_CHANGE = {

@@ -40,7 +40,7 @@ from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.model import HF
 from jdp.experiment.schema.tables import Train
 from jdp.models.configs import GPTConfig
-from jdp.run.folder import EXPORT, EXPORTED
+from jdp.run.folder import EXPORT
 from jdp.run.progress import Progress
 
 LORA = ("*lora_*",)
@@ -48,7 +48,8 @@ LORA = ("*lora_*",)
 SAFETENSORS = ".safetensors"
 _IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
 """Files that identify a folder of safetensors."""
-MARK = Path(EXPORTED).name
+MARK = "jdp.json"
+"""The file that marks a run's export, with its step."""
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: None}
 
 
