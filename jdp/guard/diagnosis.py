@@ -191,11 +191,8 @@ def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | N
         seen = min(silent, key=lambda seen: (seen.supervised.get("lost_peer") is not False, seen.last))
         return "killed", seen.rank, _killed(seen, alone, now)
     if errors:
-        return (
-            "failed",
-            None,
-            ["Every process reports that another one exited, and none reports why. Look at all logs."],
-        )
+        words = "Every process reports that another one exited, and none reports why. Look at all logs."
+        return "failed", None, [words]
     stopped = next((seen for seen in last if seen.how == "stopped"), None)
     if stopped is None:
         return "finished", None, [f"It finished after step {last[0].step:,}."]

@@ -48,7 +48,7 @@ def check_state(state: TrainState, mesh: Mesh, strategy: str) -> None:
         for leaf in jax.tree.leaves(state)
         if on_cpu or getattr(leaf.sharding, "memory_kind", None) != PINNED
     )
-    model = f"a model of {_count(state.params):,} parameters"
+    model = f"a model of {sum(leaf.size for leaf in jax.tree.leaves(state.params)):,} parameters"
     _refuse("its weights and the optimizer's state", held, model, mesh, strategy)
 
 
@@ -57,7 +57,7 @@ def check_proof(state: TrainState, *, devices: int, steps: int, precision: Preci
 
     The virtual devices share this machine's memory. Raises ValueError.
     """
-    parameters, state_bytes = _count(state.params), _total(state)
+    parameters, state_bytes = sum(leaf.size for leaf in jax.tree.leaves(state.params)), _total(state)
     copies = parameters * (precision.compute_dtype.itemsize + precision.reduce_dtype.itemsize)
     record, live = 2 * (steps + 1) * state_bytes, devices * (state_bytes + copies)
     if available is not None and record + live > available:
@@ -86,10 +86,6 @@ def _refuse(what: str, each: float, model: str, mesh: Mesh, strategy: str) -> No
             f"{mesh.size} devices under {strategy}, and {described}: make the model smaller"
             f"{'' if strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"
         )
-
-
-def _count(params: PyTree) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def _total(tree: PyTree) -> int:

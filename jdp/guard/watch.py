@@ -86,10 +86,6 @@ class Watch:
         self._aside += now - start
         self._mark = now
 
-    def batch(self) -> None:
-        """Report the end of a batch of an evaluation."""
-        self.deadline.beat("evaluating")
-
     def _restart(self) -> None:
         self._start = self._mark = time.perf_counter()
         self._parts, self._aside = {}, 0.0

@@ -135,7 +135,6 @@ _FEWEST_TO_SMOOTH = 30
 _MOST_SMOOTHED = 100.0  # rows: a longer mean would lag behind a falling loss
 _LOG = 100.0  # times the smallest: curves that span more get a logarithmic axis
 _MOST_MARKERS = 500  # of one curve
-_DENSE = 500  # values in a chart's width: more become a band
 _DASHES = ((), (5.0, 2.0), (1.5, 1.5))
 _ELSEWHERE = {  # metrics that other charts and tables show, or that need no chart
     *("loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "mfu", "tokens_per_second"),
@@ -288,8 +287,7 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
         return
     over = _smoothing(len(values)) if curve.kind == "smoothed" else 1.0
     if over > 1:
-        pale = 0.45 if len(values) < _DENSE else 0.22
-        axes.plot(curve.steps, values, color=hue, linewidth=0.6, alpha=pale)
+        axes.plot(curve.steps, values, color=hue, linewidth=0.6, alpha=0.3)
         values = _smoothed(values.tolist(), over)
     marker = "o" if len(values) == 1 else None
     axes.plot(curve.steps, values, color=hue, linewidth=1.6, linestyle=dashes, marker=marker)

@@ -257,7 +257,7 @@ class Visit:
             return False
 
         def goes_on() -> bool:
-            self.watch.batch()
+            self.watch.deadline.beat("evaluating")
             return not self.stop.poll()
 
         with self.watch.during("eval"):
@@ -281,10 +281,9 @@ class Visit:
         After a restart it is written again.
         """
         table, done = self.experiment.sample, self.progress.done
-        if table is None or not table.every or not done or done % table.every or self.ended:
-            return False
-        if self.stop.signal is not None or self.progress.finished(self.experiment):
-            return False  # the resume does it, or `finish`
+        is_due = table is not None and table.every and done and done % table.every == 0
+        if not is_due or self.ended or self.stop.signal is not None or self.progress.finished(self.experiment):
+            return False  # if it is due, the resume does it, or `finish`
         self._sample(state, f"sample of step {done}")
         return True
 
