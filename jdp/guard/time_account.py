@@ -212,14 +212,9 @@ def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[tuple[float,
     if late - usual > _LATE_SHARE * step["seconds"]:
         share = (late - usual - step["data"] - step["host"]) / (step["seconds"] or 1.0)  # these are counted above
         line = f"process {rank}: the others wait {format_percent(share)} of a step for its host"
-        costs.append(
-            (
-                share,
-                line,
-                f"Process {rank} holds the others up: before its devices can begin it works {format_seconds(late)} a "
-                f"step, the others {format_seconds(usual)}.",
-            )
-        )
+        takes = f"before its devices can begin it works {format_seconds(late)} a step"
+        sentence = f"Process {rank} holds the others up: {takes}, the others {format_seconds(usual)}."
+        costs.append((share, line, sentence))
     return costs
 
 
