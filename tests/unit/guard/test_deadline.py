@@ -19,11 +19,6 @@ WORDS = {
         f"Process 17 is at step 4,211 (waiting for data); processes 0, 1, 2 and 28 more are at step 4,212 ({DEVICES}).",
         [17],
     ),
-    "far behind": (
-        {0: at(7), 1: at(5), 2: at(7), 3: at(5)},
-        f"Processes 1 and 3 are at step 5 ({DEVICES}); processes 0 and 2 are at step 7 ({DEVICES}).",
-        [1, 3],
-    ),
     "busy": (
         {0: at(5), 1: at(5), 2: at(5, "saving")},
         f"Process 2 is at step 5 (saving); processes 0 and 1 are at step 5 ({DEVICES}).",

@@ -68,27 +68,21 @@ def test_of_two_replicas_nobody_knows_which_is_wrong():
 
 def test_a_change_of_two_elements_does_not_cancel():
     """Both words of a copy are swapped, and one gains what another loses: a plain sum is blind to both."""
-    sharding = NamedSharding(jdp.make_mesh(data=8), PartitionSpec())
     for swapped in ([2, 1, 30, 40], [1, 2, 31, 39]):
         copies = [np.int32(swapped if device.id == 1 else [1, 2, 30, 40]) for device in jax.devices()]
         shards = jax.device_put(copies, jax.devices())
         with pytest.raises(CorruptState, match="device 1"):
-            check_replicas({"x": jax.make_array_from_single_device_arrays((4,), sharding, shards)})
+            check_replicas({"x": jax.make_array_from_single_device_arrays((4,), plan_of().replicated, shards)})
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "float8_e4m3fn", "complex64", "int4"])
 def test_every_dtype_has_a_fingerprint(dtype):
-    sharding = NamedSharding(jdp.make_mesh(data=8), PartitionSpec())
-    ones = np.ones((3, 2))
-    leaf = jax.device_put(jnp.asarray(ones).astype(dtype), sharding)
+    ones = jnp.ones((3, 2))
+    leaf, other = jax.device_put([x.astype(dtype) for x in (ones, ones.at[1, 1].set(0))], plan_of().replicated)
     assert check_replicas({"x": leaf}) == 1
-    ones[1, 1] = 0
-    other = jax.device_put(jnp.asarray(ones).astype(dtype), sharding)
     assert (np.asarray(fingerprints({"x": leaf}).values) != np.asarray(fingerprints({"x": other}).values)).all()
 
 
 def test_what_is_replicated_nowhere_is_not_compared():
     assert check_replicas({}) == 0 and check_replicas({"x": np.ones(3), "y": jnp.ones(3)}) == 0
-    sharded = NamedSharding(jdp.make_mesh(data=8), PartitionSpec("data"))
-    leaf = jax.device_put(jnp.ones(8), sharded)
-    assert check_replicas({"x": leaf}) == 0
+    assert check_replicas({"x": jax.device_put(jnp.ones(8), NamedSharding(plan_of().mesh, PartitionSpec("data")))}) == 0

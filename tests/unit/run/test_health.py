@@ -85,16 +85,6 @@ def test_a_skipped_step_is_inspected_with_its_batch(file, monkeypatch, capsys):
     assert {step: skipped for step, (_, skipped) in losses(folder).items() if skipped}[12] == 3
 
 
-@pytest.mark.rest
-def test_an_inspection_changes_nothing(file, monkeypatch):
-    spoil(monkeypatch, {4: NAN})
-    _, first = train(file)
-    monkeypatch.setattr("jdp.run.bad_steps.INSPECTED", 0)
-    _, second = train(file, name="plain")
-    assert not list((second / "events").glob("ba*")) and losses(first) == losses(second)
-    assert_equal_bits(final(file, first), final(file, second))
-
-
 def corrupt(monkeypatch, at, *, leaf="bias"):
     """Flip a bit in device 5's copy of a small leaf, which zero1 replicates, after step `at`."""
     real = Step.__call__

@@ -1,19 +1,11 @@
 """On a terminal a run prints the lines of a pipe, above one bar. No number is cut, no control character obeyed."""
 
-import contextlib
-import fcntl
 import io
-import os
-import pty
 import re
-import struct
 import sys
-import termios
-import threading
 
 import pytest
-from own_process import streams
-from tiny_experiment import points_text, tables, write_points, write_tiny
+from tiny_experiment import tables, write_tiny
 from tiny_runs import train
 
 from jdp.base import notices
@@ -27,41 +19,32 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _BAR = re.compile(r"step \d+/\d+ +[━╸╺]+")
 
 
-class Terminal:
-    """What a terminal got: `lines` are those that stay, `bars` those that were there for a moment."""
+class Terminal(io.StringIO):
+    """A stream that is a terminal: `lines` are those that stay, `bars` those that were there for a moment."""
 
-    text = ""
+    def isatty(self):
+        return True
 
     @property
     def lines(self):
-        return [_ANSI.sub("", line).rstrip("\r") for line in _ERASED.sub("", self.text).split("\n")[:-1]]
+        return [_ANSI.sub("", line).rstrip("\r") for line in _ERASED.sub("", self.getvalue()).split("\n")[:-1]]
 
     @property
     def bars(self):
-        return [line for line in re.split(r"[\r\n]+", _ANSI.sub("", self.text)) if _BAR.match(line)]
+        return [line for line in re.split(r"[\r\n]+", _ANSI.sub("", self.getvalue())) if _BAR.match(line)]
 
 
-@contextlib.contextmanager
-def terminal(columns, monkeypatch):
-    """This process' stdout and stderr are a terminal of this width; yields what it got, complete after `with`."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("COLUMNS", raising=False)
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-    got, parts = Terminal(), []
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes stdout a terminal of a width."""
 
-    def read():
-        with contextlib.suppress(OSError):  # the other end is closed
-            while part := os.read(ours, 10_000):
-                parts.append(part)
+    def of(columns):
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys, "stdout", stream := Terminal())
+        return stream
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    with streams(os.dup(theirs), theirs):
-        yield got
-    reader.join(10)
-    os.close(ours)
-    got.text = b"".join(parts).decode()
+    return of
 
 
 def logged(display):
@@ -73,33 +56,20 @@ def logged(display):
 
 
 @pytest.mark.parametrize("columns", [60, 120])
-def test_lines_scroll_above_one_bar(columns, monkeypatch):
+def test_lines_scroll_above_one_bar(columns, terminal, monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
     monkeypatch.setattr(sys, "stdout", pipe := io.StringIO())
     logged(Display(1000))
     lines = pipe.getvalue().splitlines()
     row = "loss 1.234  accuracy 0.51  lr 3.00e-04  grad_norm 12.5  skipped 1  20.4k tokens/s"
     assert lines[1] == f"step    2/1000  {row}  0:00 to go" and lines[-1] == "saved [step] 3 :smile:"
-    with terminal(columns, monkeypatch) as got:
-        logged(Display(1000))
+    got = terminal(columns)
+    logged(Display(1000))
     assert all(len(line) <= columns for line in got.lines)
     assert (len(got.lines) == len(lines)) == (columns == 120)
     assert "\n".join(got.lines).replace("\n    ", "  ") == "\n".join(lines)
     assert got.bars and all(len(bar) <= columns for bar in got.bars)
     assert re.search(r"step 3/1000 .* 0:00 to go  20.4k tokens/s", got.bars[-1])
-
-
-def test_a_run_on_a_terminal(tmp_path, monkeypatch):
-    file = write_points(tmp_path, points_text(tables(train={"steps": 6, "batch_size": 16, "log_every": 2})))
-    monkeypatch.chdir(tmp_path)
-    with terminal(60, monkeypatch) as got:
-        code, _ = train(file, "--run-dir", "runs")
-    assert code == 0
-    rows = "\n".join(got.lines).replace("\n    ", "  ").splitlines()
-    steps = [row[:8] for row in rows if re.match(r"step \d/6  loss [\d.]+  accuracy [\d.]+  ", row)]
-    assert steps == ["step 2/6", "step 4/6", "step 6/6"]
-    assert re.fullmatch(r"6 steps in \d:\d\d; the run is in \S*runs/points", rows[-2])
-    assert rows[-1] == f"next: jdp report {rows[-2].split()[-1]}"
 
 
 def test_first_notices_take_at_most_three_lines(tmp_path, monkeypatch, capsys):
@@ -125,8 +95,8 @@ def test_first_notices_take_at_most_three_lines(tmp_path, monkeypatch, capsys):
     assert len(few) == 3 and re.fullmatch(r"jdp: \d+ more notices: --verbose", few[2])
 
 
-def test_a_models_text_gives_a_terminal_no_orders(monkeypatch):
+def test_a_models_text_gives_a_terminal_no_orders(terminal):
     assert escaped("a\x1b[2Jb\tc\n\r\x9b\x00é") == "a\\x1b[2Jb\tc\n\\r\\x9b\\x00é"
-    with terminal(60, monkeypatch) as got:
-        Display(1).show_text("sample", "red\x1b[31m")
+    got = terminal(60)
+    Display(1).show_text("sample", "red\x1b[31m")
     assert got.lines == ["sample:", "red\\x1b[31m"]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from damage import files_of_at_most, vouch
-from tiny_experiment import points_text, tables, write_points, write_tiny
+from tiny_experiment import points_text, tables, write_points
 from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 import jdp
@@ -131,8 +131,6 @@ def test_weights_start_from_another_run(file, capsys):
     after = json.loads(shown.out)
     # The average of the parameters begins at them too; 0.9 p + 0.1 p is p but for a rounding.
     assert after["final_eval_loss"] == pytest.approx(before["final_eval_loss"], rel=1e-6)
-    other = (*adam, "--train.init_from", first / "checkpoints", "--name", "second")
-    assert "train.init_from was" in refusal(capsys, file, *other)
     small = ("--model.hidden", "[4]", "--train.init_from", first, "--name", "third")
     assert "layers/0/bias" in refusal(capsys, file, *small) and not first.with_name("third").exists()
 
@@ -183,18 +181,6 @@ def test_a_short_run_of_skipped_steps_diverged(file, capsys):
     assert "the gradients of 1 step were not finite (and the run ended with them)" in error
     folder = file.parent / "runs" / "points"
     assert not saved_steps(folder) and not (folder / "summary.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "lacks"), [("wte.weight", "model.embed_tokens.weight"), ("head/kernel", "embed/tokens")]
-)
-def test_missing_tensors_are_named_in_the_files_style(name, lacks, tmp_path, capsys):
-    from safetensors.numpy import save_file
-
-    save_file({name: np.zeros((4, 4), np.float32)}, tmp_path / "other.safetensors")
-    file = write_tiny(tmp_path, tables(train={"steps": 1, "batch_size": 8, "init_from": "other.safetensors"}))
-    error = refusal(capsys, file)
-    assert "train.init_from: " in error and lacks in error and name in error
 
 
 def test_a_rule_over_data_under_ddp_warns(file, capsys):
@@ -309,7 +295,6 @@ def test_what_a_damaged_record_lacks_is_said(file, capsys):
     whole = description["record"]
     damages = {
         "fingerprint is missing": {key: value for key, value in whole.items() if key != "fingerprint"},
-        "done is '3'": whole | {"done": "3"},
         "done is 2": whole | {"done": 2},
         "evals is [1]": whole | {"evals": [1]},
         "watched.metric is missing": whole | {"watched": {"value": 1.0}},
@@ -318,9 +303,6 @@ def test_what_a_damaged_record_lacks_is_said(file, capsys):
         described.write_text(json.dumps(description | {"record": damage}))
         vouch(folder / "checkpoints" / "3")
         assert f"is damaged, or not from a run of jdp train: {said}" in refusal(capsys, file)
-    described.write_bytes(b"\0" * 50)
-    vouch(folder / "checkpoints" / "3")
-    assert "3 cannot be read; a file is damaged or missing: " in refusal(capsys, file)
     described.write_text(json.dumps(description))
     vouch(folder / "checkpoints" / "3")
     assert train(file, "--train.eval_every", "3", "--train.keep_best", "true")[0] == 0
