@@ -91,19 +91,17 @@ def test_what_a_step_costs(tmp_path):
     assert first["step"] == 1 and {"seconds", "data", "dispatch", "wait", "host"} <= second.keys()
 
 
-def visit(began, resumed, steps, *, left=None, compiles=5.0, seconds=1.0):
-    """A visit that starts for 10 seconds, of which it restores 4, and takes these steps."""
+def visit(began, resumed, steps, *, left=None):
+    """A visit that starts for 10 seconds, of which it restores 4, and takes these steps: 5 seconds, then 1 each."""
     events = [
         {"time": began + 2, "event": "start", "began": began},
         {"time": began + 7, "event": "end", "doing": "restore", "seconds": 4.0},
         {"time": began + 10, "event": "resumed", "step": resumed},
     ]
-    time = began + 10
     for i, step in enumerate(steps):
-        length = compiles if i == 0 else seconds
-        time += length
-        events.append({"time": time, "event": "step", "step": step, "seconds": length, "data": 0.25})
-    return [*events, *([{"time": time, "event": left}] if left else [])]
+        step = {"event": "step", "step": step, "seconds": 1.0 if i else 5.0, "data": 0.25}
+        events.append({"time": began + 15 + i, **step})
+    return [*events, *([{"time": events[-1]["time"], "event": left}] if left else [])]
 
 
 def test_a_calm_visit():

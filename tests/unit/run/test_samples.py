@@ -1,13 +1,11 @@
 """Samples during a run: on every mesh and after every restart the text that `jdp generate` writes of that step."""
 
 import json
-import signal
 
 import pytest
 from tiny_runs import refused, sample_files, stopped_at, train
 
 from jdp.cli.main import main
-from jdp.run.signals import StopRequest
 
 
 def test_samples_are_those_of_generate_at_their_step(sampled, capsys):
@@ -41,20 +39,4 @@ def test_a_stopped_run_writes_the_same_samples(sampled, step):
     with stopped_at(step):
         assert train(file, "--strategy", "zero3", name=name)[0] != 0
     code, again = train(file, "--strategy", "zero3", name=name)
-    assert code == 0 and sample_files(again) == sample_files(folder)
-
-
-@pytest.mark.rest
-def test_a_signal_in_an_evaluation_delays_the_sample(sampled):
-    file, folder = sampled
-
-    def poll(self):
-        self.signal = signal.SIGINT
-        return True
-
-    with stopped_at(99) as patched:
-        patched.setattr(StopRequest, "poll", poll)
-        code, stopped = train(file, "--strategy", "zero3", name="evaluating")
-    assert code == 130 and not sample_files(stopped)
-    code, again = train(file, "--strategy", "zero3", name="evaluating")
     assert code == 0 and sample_files(again) == sample_files(folder)
