@@ -248,8 +248,8 @@ def _about_loss(runs: Sequence[Run]) -> str:
 
 def legend(names: Sequence[str]) -> list[tuple[str, str, str]]:
     """Return each run's legend entry: name, colour, and dashes from the eighth run on."""
-    dashes = (" ".join(f"{3 * length:g}" for length in _dashes(run)) for run in range(len(names)))
-    return [(name, _colour(run), pattern) for run, (name, pattern) in enumerate(zip(names, dashes, strict=True))]
+    patterns = [" ".join(f"{3 * length:g}" for length in _dashes(run)) for run in range(len(names))]
+    return [(name, _colour(run), patterns[run]) for run, name in enumerate(names)]
 
 
 def _colour(run: int) -> str:

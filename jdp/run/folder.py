@@ -37,7 +37,6 @@ FILE = "experiment.toml"
 LOCK = ".lock"
 CHECKPOINTS, EXPORT = "checkpoints", "export"
 SUMMARY = "summary.json"
-"""The summary of a finished run."""
 MAY_CHANGE = {
     *("plugin", "strategy", "offload", "partitioning", "precision", "reduce", "wire", "buckets", "compiler"),
     *("devices", "mesh", "rules", "eval", "sample", "guard", "train", "model.attention", "model.remat"),
