@@ -68,8 +68,7 @@ def launch(
     """Run `command` as processes of one cluster, and wait for all of them. Call it in the main thread.
 
     Args:
-        command: program and arguments, the same for all.
-        processes: their number on this machine.
+        processes: their number on this machine, all with the same command.
         devices_per_process: with NVIDIA GPUs, GPUs per process (default: an equal share); else virtual CPU devices.
         clean_stdout: write process 0's stdout unchanged to stdout, and everything else to stderr.
         grace_seconds: how long the processes may take to save and end after a signal before they are killed.
