@@ -15,6 +15,7 @@ from jdp.cli.main import main
 from jdp.data import global_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
+from jdp.experiment.plan import prove_experiment
 from jdp.run.metrics import read
 
 GPT = {"name": "gpt-nano", "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 8}
