@@ -57,14 +57,13 @@ def pytest_collection_finish() -> None:
 
 # Hooks with a file each: the markers `rest` and `aot`; in CI, a skip for a missing package is an
 # error; files of tests are handed to workers whole; programs are kept for other tests where they run whole commands;
-# processor times; servers of S3 and of Google's storage; fixtures of several files; a tenth of the tests.
+# servers of S3 and of Google's storage; fixtures of several files; a tenth of the tests.
 pytest_plugins = (
     "checked_pictures",
     "markers",
     "skips",
     "workers",
     "kept_programs",
-    "processor_times",
     "storage_servers",
     "shared_fixtures",
     "tenth",

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
-from loss_entries import batch_of, below, entry, floats, lengths, mlp, uneven, unit, weights_of
+from loss_entries import batch_of, below, entry, floats, mlp, uneven, unit, weights_of
 
 import jdp
 
@@ -36,16 +36,6 @@ def hardest_triplets(params, batch, rng):
     return jax.nn.relu(positive - negative + 0.2).mean()
 
 
-@entry(MIXES, CLASSIFIER, VIEWS)
-def maximum_mean_discrepancy(params, batch, rng):
-    a, b = mlp(params, batch["a"]), mlp(params, batch["b"])
-
-    def kernel(x, y):
-        return jax.vmap(lambda one: jnp.exp(-jnp.sum((one - y) ** 2, axis=-1)))(x).mean()
-
-    return kernel(a, a) + kernel(b, b) - 2 * kernel(a, b)
-
-
 # Statistics of the batch.
 
 
@@ -72,46 +62,13 @@ def ppo_with_normalised_advantages(params, batch, rng):
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
 
 
-@entry(MIXES, CLASSIFIER, ACTED)
-def grpo(params, batch, rng):
-    """Two answers to each question (arXiv:2402.03300): first one of each, then the other."""
-    rewards = batch["reward"].reshape(2, -1)
-    advantage = ((rewards - rewards.mean(axis=0)) / (rewards.std(axis=0) + 1e-4)).reshape(-1)
-    logp = jnp.take_along_axis(jax.nn.log_softmax(mlp(params, batch["x"])), batch["action"][:, None], axis=1)[:, 0]
-    return jdp.Loss(-(jnp.exp(logp - batch["logp"]) * advantage).sum(), jnp.float32(len(logp)))
-
-
 @entry(MIXES, CLASSIFIER, LABELLED)
 def perplexity(params, batch, rng):
     nll = cross_entropy(mlp(params, batch["x"]), batch["label"])
     return jnp.exp(nll.mean())
 
 
-# Denominators that are no weight.
-
-
-@entry(MIXES, CLASSIFIER, batch_of(x=floats(6), label=below(4), weight=uneven, known=lengths(4)))
-def two_denominators(params, batch, rng):
-    logits = mlp(params, batch["x"])
-    nll = cross_entropy(logits, batch["label"]) * batch["weight"]
-    errors = jnp.square(logits) * batch["known"]
-    return nll.sum() / batch["weight"].sum() + errors.sum() / batch["known"].sum()
-
-
-@entry(MIXES, CLASSIFIER, LABELLED)
-def mean_of_weighted_rows_times_rows(params, batch, rng):
-    nll = cross_entropy(mlp(params, batch["x"]), batch["label"])
-    mean = (nll * batch["weight"]).sum() / batch["weight"].sum()
-    return jdp.Loss(mean * nll.shape[0], jnp.float32(nll.shape[0]))
-
-
-@entry(MIXES, SCORER, LABELLED)
-def softmax_over_rows(params, batch, rng):
-    importance = jax.nn.softmax(mlp(params, batch["x"]), axis=0)[:, 0]
-    return jdp.Loss((importance * batch["label"]).sum() * len(importance), jnp.float32(len(importance)))
-
-
-# Order of rows, and the largest of them.
+# Order of rows.
 
 
 @entry(MIXES, CLASSIFIER, LABELLED)
@@ -119,19 +76,6 @@ def clipped_at_a_quantile(params, batch, rng):
     nll = cross_entropy(mlp(params, batch["x"]), batch["label"])
     limit = jnp.quantile(jax.lax.stop_gradient(nll), 0.75)
     return jnp.where(nll > limit, 0.0, nll).mean()
-
-
-@entry(MIXES, CLASSIFIER, LABELLED)
-def largest_row(params, batch, rng):
-    return jnp.max(cross_entropy(mlp(params, batch["x"]), batch["label"]))
-
-
-@entry(MIXES, CLASSIFIER, LABELLED)
-def group_dro(params, batch, rng):
-    """The worst of the groups' means (arXiv:1911.08731)."""
-    nll = cross_entropy(mlp(params, batch["x"]), batch["label"])
-    totals, counts = (jax.ops.segment_sum(x, batch["label"], 4) for x in (nll, jnp.ones_like(nll)))
-    return jnp.max(totals / jnp.maximum(counts, 1))
 
 
 @entry(MIXES, SCORER, batch_of(x=floats(6), time=floats(), died=below(2)))
@@ -151,13 +95,6 @@ def mixup_by_a_permutation(params, batch, rng):
     x, labels = batch["x"], jax.nn.one_hot(batch["label"], 4)
     x, labels = (0.6 * leaf + 0.4 * leaf[order] for leaf in (x, labels))
     return optax.softmax_cross_entropy(mlp(params, x), labels).mean()
-
-
-@entry(MIXES, CLASSIFIER, VIEWS)
-def next_row_is_the_negative(params, batch, rng):
-    a, b = mlp(params, batch["a"]), mlp(params, batch["b"])
-    margins = jnp.sum(a * b, axis=-1) - jnp.sum(a * jnp.roll(b, 1, axis=0), axis=-1)
-    return jdp.Loss(jax.nn.softplus(-margins).sum(), jnp.float32(len(a)))
 
 
 @entry(MIXES, CLASSIFIER, LABELLED)

@@ -50,16 +50,6 @@ def llama_in_a_scan_over_layers(params, batch, rng):
     return jnp.where(mask > 0, nll, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
 
-@entry(SUMS, weights_of(embed=(WORDS, WIDTH), out=(WIDTH, WORDS)), batch_of(**TEXT, segment=below(3, LENGTH)))
-def packed_sequences(params, batch, rng):
-    """Each token sees the tokens of its own document in its row."""
-    x, segment = params["embed"][batch["tokens"]], jnp.sort(batch["segment"], axis=1)
-    sees = (segment[:, :, None] == segment[:, None, :]) & jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None]
-    scores = jnp.where(sees, x @ x.swapaxes(1, 2), jnp.finfo(x.dtype).min)
-    nll = cross_entropy(jax.nn.softmax(scores) @ x @ params["out"], batch["targets"])
-    return jdp.Loss(jnp.vdot(nll, batch["mask"]), batch["mask"].sum())
-
-
 @entry(SUMS, weights_of(embed=(WORDS, WIDTH), out=(WIDTH, WORDS)), batch_of(**TEXT))
 def in_chunks_of_a_row(params, batch, rng):
     """The logits of two tokens of each row at a time."""
@@ -97,17 +87,6 @@ def dpo(params, batch, rng):
 # Classifiers and regressions.
 
 
-def smooth_terms(params, batch, rng):
-    labels = optax.smooth_labels(jax.nn.one_hot(batch["label"], 4), 0.1)
-    return optax.softmax_cross_entropy(mlp(params, batch["x"]), labels), batch["weight"]
-
-
-@entry(SUMS, CLASSIFIER, batch_of(**LABELLED), quotient(smooth_terms))
-def label_smoothing(params, batch, rng):
-    values, weights = smooth_terms(params, batch, rng)
-    return (values * weights).sum() / (weights.sum() + 1e-8)
-
-
 def binary_terms(params, batch, rng):
     return optax.sigmoid_binary_cross_entropy(mlp(params, batch["x"]), batch["labels"]), batch["known"]
 
@@ -119,14 +98,6 @@ def many_labels_some_unknown(params, batch, rng):
 
 
 @entry(SUMS, CLASSIFIER, batch_of(**LABELLED))
-def weight_decay_times_weight(params, batch, rng):
-    weight = batch["weight"].sum()
-    squares = sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(params))
-    nll = cross_entropy(mlp(params, batch["x"]), batch["label"]) * batch["weight"]
-    return jdp.Loss(nll.sum() + 1e-2 * squares * weight, weight)
-
-
-@entry(SUMS, CLASSIFIER, batch_of(**LABELLED))
 def added_row_by_row(params, batch, rng):
     def add(sums, row):
         nll = cross_entropy(mlp(params, row["x"]), row["label"])
@@ -134,19 +105,6 @@ def added_row_by_row(params, batch, rng):
 
     (total, weight), _ = jax.lax.scan(add, (0.0, 0.0), batch)
     return jdp.Loss(total, weight)
-
-
-@entry(
-    SUMS, weights_of(cell=(WIDTH, WIDTH), into=(3, WIDTH), out=(WIDTH, 4)), batch_of(x=floats(LENGTH, 3), y=below(4))
-)
-def recurrent(params, batch, rng):
-    def step(h, x):
-        h = jnp.tanh(h @ params["cell"] + x @ params["into"])
-        return h, h
-
-    start = jnp.zeros((batch["x"].shape[0], WIDTH))
-    last, _ = jax.lax.scan(step, start, jnp.swapaxes(batch["x"], 0, 1))
-    return -jnp.mean(jax.nn.log_softmax(last @ params["out"])[jnp.arange(len(last)), batch["y"]])
 
 
 # Generative models.
@@ -176,31 +134,7 @@ def flow_matching(params, batch, rng):
     return jdp.Loss(jnp.sum(each * batch["weight"]), batch["weight"].sum())
 
 
-@entry(SUMS, weights_of(up=(3, WIDTH), down=(WIDTH, 3), mask=(3,)), batch_of(patches=floats(LENGTH, 3)))
-def masked_autoencoder(params, batch, rng):
-    """Half of each row's patches are hidden (arXiv:2111.06377)."""
-    patches = batch["patches"]
-    order = jnp.argsort(jax.random.uniform(rng, patches.shape[:2]), axis=1)
-    hidden = jnp.argsort(order, axis=1) >= LENGTH // 2
-    seen = jnp.where(hidden[..., None], params["mask"], patches)
-    attended = jax.nn.softmax(jnp.einsum("bnd,bmd->bnm", seen, seen)) @ seen
-    errors = jnp.mean((mlp(params, attended) - patches) ** 2, axis=-1)
-    return jdp.Loss(jnp.sum(errors * hidden), jnp.sum(hidden))
-
-
-# Pictures, sounds and tables.
-
-
-BOXES = {"x": floats(3, 6), "boxes": floats(3, 4), "label": below(4, 3), "there": lengths(3)}
-
-
-@entry(SUMS, weights_of(label=(6, 4), box=(6, 4)), batch_of(**BOXES))
-def detection(params, batch, rng):
-    """Focal loss and L1, over the number of boxes that are there."""
-    wanted = jax.nn.one_hot(batch["label"], 4) * batch["there"][..., None]
-    focal = optax.sigmoid_focal_loss(batch["x"] @ params["label"], wanted, alpha=0.25, gamma=2.0).sum()
-    distance = jnp.abs(batch["x"] @ params["box"] - batch["boxes"]).sum(-1)
-    return jdp.Loss(focal + 5.0 * (distance * batch["there"]).sum(), batch["there"].sum())
+# Sounds and tables.
 
 
 SOUND = {"x": floats(LENGTH, 3), "padded": lengths(LENGTH), "labels": below(3, 2), "spoken": lengths(2)}
