@@ -13,15 +13,12 @@ ALLOWED = (
     "root may write anywhere",
     "this user may read everything",
     "this process may not mount a file system",
-    "this process may not limit a control group",
-    "this process may not change its host's name",
     "about the GPU of this machine",
     "about machines without an NVIDIA driver",
     "no target describes this GPU: .*",
     "TPU targets need libtpu",  # 300 MB, for TPU hosts
     "no Chromium on PATH: apt-get install chromium",  # a program of the system: pip cannot install it
     "PR_SET_PDEATHSIG is Linux's",
-    "about JAX (before 0.12|0.12 and later)",
     "no Slurm: apt-get install slurm-wlm munge .*",  # programs of the system, as the next
     "no Open MPI 4: apt-get install openmpi-bin",
     "a Slurm of this machine's own needs root.*",
