@@ -1,8 +1,7 @@
-"""The site is built from the repository without a warning, its links lead somewhere, and its pages work offline."""
+"""The site is built from the repository without a warning, so its links lead somewhere; its pages work offline."""
 
 import importlib
 import inspect
-import posixpath
 import re
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ PUBLIC = ("jdp", "jdp.checkpoint", "jdp.data", "jdp.export", "jdp.guard", "jdp.m
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """What the command in CONTRIBUTING.md writes; `--strict`: a warning is an error."""
+    """What the command in CONTRIBUTING.md writes; `--strict`: a link or an anchor that leads nowhere is an error."""
     folder = tmp_path_factory.mktemp("site")
     command = ["mkdocs", "build", "--strict", "-f", ".ci/site/mkdocs.yml", "-d", str(folder)]
     built = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
@@ -32,16 +31,9 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.rest
-def test_every_link_of_the_site_leads_somewhere(site):
-    pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
-    files = {path.relative_to(site).as_posix() for path in site.rglob("*")}
-    assert len(pages) > 20
-    assert list(dangling(pages, files)) == []
-
-
-@pytest.mark.rest
 def test_every_page_is_in_the_contents(site):
     """A guide has its own line there, not that of its section; a fence that is shown is a block that is none."""
+    assert len([*site.rglob("*.html")]) > 20
     contents = (site / "index.html").read_text().partition("md-nav--primary")[2].partition("md-sidebar--secondary")[0]
     entry = re.compile(r'<a href="([^"]+)" class="md-nav__link.*?md-ellipsis">\s*(.*?)\s*<', flags=re.S)
     listed = dict(entry.findall(contents))
@@ -49,25 +41,6 @@ def test_every_page_is_in_the_contents(site):
     for page in site.rglob("*.html"):
         assert page.name == "404.html" or page.relative_to(site).as_posix() in listed
         assert "```" not in page.read_text(), page
-
-
-def dangling(pages, files):
-    """Yield the links to a file of the site, or to a place on a page, that is not there."""
-    folders = {posixpath.dirname(name) or "." for name in pages}
-    anchors = {name: {"", "__top", *re.findall(r'\bid="([^"]+)"', text)} for name, text in pages.items()}
-    for name, text in pages.items():
-        for link in sorted({*re.findall(r'\b(?:href|src)="([^"$]+)"', text)}):
-            file, _, anchor = unescape(link).partition("#")
-            to = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
-            to = posixpath.normpath(f"{to}/index.html") if to in folders else to
-            there = anchor in anchors[to] if to in pages else to in files
-            if name != "404.html" and not re.match(r"https?:|data:", link) and not there:
-                yield f"{name} links to {link}"
-
-
-def test_a_link_that_leads_nowhere_is_found():
-    pages = {"a/a.html": '<a href="b.html#two"></a><a href="#x"></a><a id="x" href="../c.py"></a>', "a/b.html": ""}
-    assert list(dangling(pages, {"d.py"})) == ["a/a.html links to ../c.py", "a/a.html links to b.html#two"]
 
 
 @pytest.mark.rest
