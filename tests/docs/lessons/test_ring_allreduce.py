@@ -54,13 +54,6 @@ def test_the_model_of_time():
     assert lesson.seconds("ring", 8, equal, 5e-6, 1e11) == pytest.approx(lesson.seconds("naive", 8, equal, 5e-6, 1e11))
 
 
-def test_a_bad_option_is_one_error(capsys):
-    with pytest.raises(SystemExit) as exiting:
-        lesson.main(["--gb-s", "0"])
-    assert exiting.value.code == 2
-    assert "takes a number above 0; given 0" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("given", ["FOLDER", "FOLDER/a.png", "FOLDER/file/a.svg"])
 def test_an_unwritable_picture_is_reported_first(given, tmp_path, capsys):
     (tmp_path / "file").touch()

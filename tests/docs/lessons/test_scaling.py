@@ -5,7 +5,6 @@ import itertools
 import jax
 import pytest
 from load import load
-from tiny_experiment import points_text, write_points
 
 from jdp.foresight.program.collectives import collectives, traffic
 
@@ -62,14 +61,3 @@ def test_what_is_said_of_the_recorded_numbers_holds(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "512 GPUs are 90% efficient, at 2k 67%" in said
     assert "takes 4.0 GiB on each of 8 GPUs and 1.2 on each of 64" in said
-
-
-@pytest.mark.rest
-@pytest.mark.aot
-def test_fewer_sequences_scale_worse_and_hold_less(tmp_path, monkeypatch):
-    text = points_text('[optimizer]\nname = "sgd"\nlr = 0.1\n[train]\nsteps = 1\nbatch_size = 8\n', hidden=256)
-    write_points(tmp_path, text)
-    monkeypatch.setattr(planned, "FILES", tmp_path)
-    monkeypatch.setattr(planned, "WAYS", {n: ("points", n, "ddp", False) for n in (1, 64)})
-    few, many = planned.foreseen(1, 1), planned.foreseen(64, 1)
-    assert 0 < few[0] < many[0] < 1 and few[1] < many[1] and few[2] < many[2]
