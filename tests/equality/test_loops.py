@@ -10,7 +10,6 @@ import runpy
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -119,27 +118,6 @@ def test_processes_together_feed_each_row_once(name, tmp_path):
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.asarray(y)[rows]), part, batch)  # noqa: B023
     first, second = (np.asarray(jax.tree.leaves(batch)[-1]) for batch in whole[:2])
     assert not np.array_equal(first, second)
-
-
-@pytest.mark.rest
-def test_a_gradient_penalty_is_that_of_plain_jax():
-    """The reference has no jdp in it but the loss; it draws what the loss draws for the whole batch."""
-    program, tx = story("gradient_penalty"), optax.adam(1e-2)
-
-    def objective(params, batch, rng):
-        loss = program.loss_fn(params, batch, rng)
-        return loss.total / loss.weight, loss.metrics["slope"] / loss.weight
-
-    params = jax.jit(program.init)(jax.random.fold_in(jax.random.key(0), 0))
-    opt_state, random, measured = tx.init(params), np.random.default_rng(0), []
-    shape = (program.ROWS, program.FEATURES)
-    for i in range(3):
-        batch = {name: random.normal(size=shape).astype("float32") for name in ("real", "fake")}
-        (loss, slope), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params, batch, jax.random.key(i))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        measured.append(jnp.stack([loss, slope]))
-    same((measured, params), on_one_device("gradient_penalty"))
 
 
 @pytest.mark.rest
