@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-import two_hosts
 from damage import flip
 from paths import ROOT
 from tiny_runs import refused
@@ -71,16 +70,6 @@ def test_two_processes_that_are_well(folder, capfd):
 
 
 @pytest.mark.rest
-def test_two_processes_of_other_versions(tmp_path, capfd):
-    """Each names the difference, as at the start of a training."""
-    before = "import importlib.metadata as m\nreal = m.version\n"
-    before += "if rank: m.version = lambda name: '0.1' if name == 'jaxlib' else real(name)"
-    assert launch(doctor(tmp_path, before=before), 2, devices_per_process=1, environment=environment()) == 1
-    out = capfd.readouterr().out
-    assert "WRONG  cluster" in out and "The version of jaxlib must be the same on every process" in out
-
-
-@pytest.mark.rest
 def test_a_process_that_stops_in_the_all_reduce(tmp_path, capfd):
     """Nothing in JAX ends that wait; here it is told, with all that was found before."""
     before = """
@@ -109,33 +98,6 @@ def test_process_1_does_not_come(monkeypatch, capfd):
     out = capfd.readouterr().out
     assert out.startswith("jdp doctor: process 0 of 2, alone\n")
     assert f"1 of 2 processes is here: process 1 did not come to 127.0.0.1:{port} within 1 seconds" in out
-
-
-@pytest.mark.rest
-def test_two_hosts_with_and_without_a_link(tmp_path):
-    if why := two_hosts.missing():
-        pytest.skip(why)
-    with two_hosts.two_hosts(tmp_path) as on:
-
-        def examine(*arguments):
-            variables = {**environment(), "JAX_PLATFORMS": "cpu", "JDP_COORDINATOR": f"{two_hosts.ADDRESSES[0]}:7010"}
-            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            processes = []
-            for rank in range(2):
-                own = {**variables, "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": str(rank)}
-                processes.append(subprocess.Popen(on(rank, doctor(tmp_path, *arguments)), env=own, **streams))
-            outputs = [process.communicate(timeout=180)[0] for process in processes]
-            return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
-
-        (first, report), (second, _) = examine("--timeout", "60")
-        assert (first, second) == (0, 0), report
-        assert "jdp doctor: 2 processes on 2 hosts: h0, h1" in report and "2 devices, right" in report
-        two_hosts.cut()
-        (first, report), (second, other) = examine("--timeout", "5")
-        assert (first, second) == (1, 1), report + other
-    assert "process 1 did not come to 192.0.2.1:7010 within 5 seconds" in report
-    assert report.endswith("1 thing is wrong.\n")
-    assert "process 1 of 2: cluster: process 1 of 2 waited 5 seconds, and process 0 does not answer at 192.0.2" in other
 
 
 def test_alone_with_eight_devices(tmp_path, capfd):

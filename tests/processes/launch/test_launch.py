@@ -1,6 +1,5 @@
 """Several processes as one: whose line it was, who failed first and why, and that nobody is left behind."""
 
-import json
 import os
 import signal
 import subprocess
@@ -93,14 +92,6 @@ def test_lines_arrive_while_the_processes_run(tmp_path):
         assert process.stdout.readline() == "[0] first\n"
         (tmp_path / "read").touch()
         assert process.wait() == 0, "the line came before its process ended"
-
-
-def test_clean_stdout_is_the_first_processs_own(tmp_path, capfd):
-    text = "print('{\"rank\": %d}' % rank); print('note', file=sys.stderr)"
-    assert launch(program(tmp_path, text), 2, clean_stdout=True) == 0
-    shown = capfd.readouterr()
-    assert json.loads(shown.out) == {"rank": 0}
-    assert lines_of(0, shown.err) == ["note"] and lines_of(1, shown.err) == ['{"rank": 1}', "note"]
 
 
 def test_gloos_chatter_is_left_out(tmp_path, capfd):
@@ -295,8 +286,10 @@ def test_missing_things_are_named_once(command, words, capfd):
 
 def test_the_launched_commands_exit_code_is_the_commands(tmp_path):
     path = tmp_path / "program.py"
-    path.write_text(WHO + "print(sys.argv[1:]); time.sleep(rank); sys.exit(5 * rank)")
+    text = "print(sys.argv[1:]); print('note', file=sys.stderr); time.sleep(rank); sys.exit(5 * rank)"
+    path.write_text(WHO + text)
     done = python("-m", "jdp", "launch", "-n", "2", "--", path, "--json", "-x", timeout=60)
     assert done.returncode == 5
     assert done.stdout == "['--json', '-x']\n", "the program asked for --json: its stdout alone"
-    assert lines_of(1, done.stderr) == ["['--json', '-x']"]
+    assert lines_of(0, done.stderr)[:1] == ["note"]
+    assert lines_of(1, done.stderr) == ["['--json', '-x']", "note"]

@@ -3,10 +3,8 @@
 `test_two_hosts.py` has machines with addresses of their own, and experiments.
 """
 
-import signal
 import socket
 import subprocess
-import time
 
 import pytest
 from own_process import start_python
@@ -116,16 +114,6 @@ def test_a_finished_node_tells_restarted_ones(left, start):
     out, err = ends(nodes[1 - left], 78)
     assert f"All processes must end together; those of node {left} on " in out
     assert err.count("jdp launch: restart ") == 1
-
-
-def test_ctrl_c_ends_a_machine_for_good(start, tmp_path):
-    node = start(1, "signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); mark('up'); time.sleep(60)")
-    end = time.monotonic() + 60
-    while not (tmp_path / "up").exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    node.send_signal(signal.SIGINT)
-    _, err = ends(node, 130)
-    assert "ended with exit code 130, after SIGINT." in err and "restart" not in err
 
 
 @pytest.mark.parametrize(

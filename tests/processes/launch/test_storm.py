@@ -4,10 +4,8 @@ The run is two processes of two devices each under `jdp launch`, with copies in 
 now and then.
 """
 
-import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 from own_process import environment
 from tiny_experiment import points_text, tables, write_points
+from tiny_runs import rows
 
 from jdp.launch.events import BEGINNINGS, read_logs
 
@@ -43,15 +42,9 @@ def start(folder, cache, steps, log):
     return subprocess.Popen(command, env=own, **streams)
 
 
-def rows(folder):
-    """The losses of the run by step; a half-written row is left out. No step may be there twice."""
-    found = {}
-    file = folder / "runs" / "points" / "metrics.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else ():
-        if re.fullmatch(r"\{.*\}", line) and "loss" in (row := json.loads(line)):
-            assert row["step"] not in found, f"step {row['step']} twice"
-            found[row["step"]] = row["loss"]
-    return found
+def losses(folder):
+    run = folder / "runs" / "points"
+    return rows(run, "loss") if (run / "metrics.jsonl").exists() else {}
 
 
 def ranks(launcher):
@@ -80,7 +73,7 @@ def test_a_storm_leaves_the_run_bit_for_bit(tmp_path):
         nonlocal launcher
         end = time.monotonic() + PATIENCE_SECONDS
         resumed = lambda: any(each["event"] in BEGINNINGS and each["time"] > since for each in events())  # noqa: E731
-        while max(rows(folder), default=0) <= step or not resumed():
+        while max(losses(folder), default=0) <= step or not resumed():
             if launcher.poll() is not None:
                 launcher = start(folder, cache, ENOUGH, log)
             assert time.monotonic() < end, f"no row after step {step} in {PATIENCE_SECONDS:.0f} s"
@@ -95,7 +88,7 @@ def test_a_storm_leaves_the_run_bit_for_bit(tmp_path):
                 alive, number, which = ranks(launcher), draw.choice(SIGNALS), draw.randrange(2)
                 if len(alive) < 2:
                     continue
-                before, began = max(rows(folder)), time.time()
+                before, began = max(losses(folder)), time.time()
                 os.kill(alive[which], number)
                 sent += 1
                 wait_beyond(before, began)
@@ -108,8 +101,8 @@ def test_a_storm_leaves_the_run_bit_for_bit(tmp_path):
         time.sleep(1.0)
         left = subprocess.run(["pgrep", "-f", f"{folder}/points.toml"], capture_output=True, text=True, check=False)
         assert not left.stdout, "nobody is left behind"
-        found = rows(folder)
+        found = losses(folder)
         assert sorted(found) == list(range(1, max(found) + 1)), "a row is lost"
         # also of two processes: Gloo adds their parts in another order than one process
         assert start(calm, cache, max(found), log).wait() == 0
-    assert found == rows(calm)
+    assert found == losses(calm)
