@@ -49,11 +49,6 @@ def entries(docstring):
     return {name for match in found if match for name in match[1].split(", ")}
 
 
-def test_this_file_sees_what_has_an_entry():
-    text = "Add.\n\nArgs:\n    one, two: numbers\n        three: of them.\n    four: more.\n\nReturns:\n    five: no."
-    assert entries(text) == {"one", "two", "four"}
-
-
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_says_what_it_takes(name):
     value, text = PUBLIC[name], inspect.getdoc(PUBLIC[name]) or ""

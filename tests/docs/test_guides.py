@@ -294,11 +294,10 @@ def quoted_messages(text):
 
 
 def test_messages_of_jdp_are_quoted_as_they_are():
-    written = templates()
-
-    for text in GUIDES.values():
-        for message in quoted_messages(text):
-            assert re.search(".*".join(map(re.escape, message.split("…"))), written), message
+    written, quoted = templates(), [message for text in GUIDES.values() for message in quoted_messages(text)]
+    assert len(quoted) > 10
+    for message in quoted:
+        assert re.search(".*".join(map(re.escape, message.split("…"))), written), message
 
 
 def test_the_index_leads_to_every_page():
@@ -325,34 +324,6 @@ def test_every_loop_has_a_row():
     assert sorted(listed) == sorted(loops)
 
 
-PAGE = """# A page
-One [link](a.md) and `code`.
-
-<!-- setup: one, two -->
-```python
-x = 1
-```
-```text
-never
-```
-| message | fix |
-|---|---|
-| `a … b` | that |
-"""
-
-
-def test_this_file_reads_a_page():
-    python, text = blocks(PAGE)
-    assert (python.setup, python.text, python.line, python.follows) == (("one", "two"), "x = 1\n", 6, False)
-    assert (text.language, text.follows) == ("text", True)
-    assert prose(PAGE).split() == ["#", "A", "page", "One", "link", "and", "`code`."]
-    assert rows(PAGE) == [["message", "fix"], ["---", "---"], ["`a … b`", "that"]]
-    assert quoted_messages(PAGE) == ["a … b"]
-    assert anchors(PAGE) == {"a-page"}
-    assert long_sentences(f"- {'word ' * 31}end.\n- short\n") != []
-    assert words_outside_of_code("It mends `guests` of gangs.") == ["gangs", "mends"]
-
-
 WRONG = ["jdp trian FILE", "jdp train FILE --train.stepps 3", "jdp plan FILE --target h100:8x8 --nosuch"]
 WRONG += ["jdp train experiments/nosuch.toml", "jdp launch -n 2 -- experiments/nosuch.toml"]
 WRONG += ["python experiments/nosuch.py", "pip install '.[nosuch]'", "nosuch command"]
@@ -363,9 +334,3 @@ def test_a_wrong_command_is_found(text):
     with pytest.raises((AssertionError, ValueError, SystemExit)):
         for command in commands(Block((), "bash", text, 1, False)):
             check_command(command)
-
-
-def test_wrong_output_is_found():
-    assert_printed("loss 0.12345\n", "loss 0.1...\n")
-    with pytest.raises(pytest.fail.Exception, match=r"loss 0\.2"):
-        assert_printed("loss 0.1\n", "loss 0.2\n")

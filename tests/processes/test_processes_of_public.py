@@ -8,13 +8,6 @@ import pytest
 from own_process import python
 from paths import ROOT
 
-
-def test_modules_are_reached_through_the_package():
-    program = "import jdp; jdp.export.export_safetensors, jdp.export.import_safetensors"
-    result = python("-W", "error", "-c", program)
-    assert result.returncode == 0, result.stderr
-
-
 OPTIONAL = ("jax_cuda13_plugin", "jax_plugins", "nvidia", "libtpu", "pytest", "ruff")
 FOR_THE_COMMAND_ONLY = ("tyro", "matplotlib", "tensorboardX", "pydantic")
 

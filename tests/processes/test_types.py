@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from own_process import ROOT, python
+from own_process import python
 
 PROGRAM = """\
 from typing import assert_type
@@ -123,7 +123,3 @@ def test_nothing_is_wrong_with_a_right_program(found):
 
 def test_each_mistake_is_found_and_nothing_else(found):
     assert sorted(found["wrong.py"]) == sorted(numbered(PROGRAM, right) for right, _ in MISTAKES)
-
-
-def test_jdp_is_a_typed_package():
-    assert (ROOT / "jdp" / "py.typed").exists()

@@ -24,7 +24,7 @@ NAMES = {
     "init": "test_value_and_grad.py::test_trees_are_made_sharded_bit_for_bit",
     "init_state": "test_init.py::test_initial_values_are_the_same_on_any_mesh[zero3-axes0]",
     "initialize": "test_initialize.py::test_two_processes_sum_over_four_devices",
-    "keep_memory": "test_cpu_allocator.py::test_freed_memory_is_reused_without_page_faults",
+    "keep_memory": "test_processes_of_base.py::test_freed_memory_is_reused_without_page_faults",
     "keep_programs": "test_persistent_cache.py::test_programs_are_kept_by_processor",
     "make_eval_step": "test_step.py::test_evaluation_is_the_loss_without_randomness_or_donation",
     "make_mesh": "test_mesh.py::test_minus_one_takes_the_remaining_devices",

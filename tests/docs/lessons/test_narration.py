@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from checked_pictures import unreadable
 from load import LESSONS, load
 
 from jdp.base.notices import notice_anywhere
@@ -82,16 +81,6 @@ def test_every_lesson_keeps_reports_from_its_tables(lesson):
     assert lesson.read_text("utf-8").endswith("    tell(main)\n")
 
 
-def test_unreadable_text_of_pictures_is_found():
-    figure, (axes, empty) = chart(2, width=14)
-    axes.plot([0, 1], [0, 1])
-    labels = axes.text(0.5, 0.5, "one label"), axes.text(0.5, 0.51, "another")
-    assert {"'another' lies over 'one label'", "axes without data"} <= {*unreadable(figure)}
-    empty.plot([0, 1], [0, 1])
-    labels[0].remove()
-    assert unreadable(figure) == []
-
-
 PROGRAM = "from devices import use_eight_devices; use_eight_devices(); import jax; print(jax.device_count())"
 
 
@@ -101,14 +90,6 @@ def test_a_lesson_has_eight_devices_by_itself():
         pytest.skip("about machines without an NVIDIA driver")
     found = subprocess.run([sys.executable, "-c", PROGRAM], cwd=LESSONS, env=clean, capture_output=True, text=True)
     assert found.stdout.strip() == "8", found.stderr
-
-
-def test_devices_that_have_started_stay():
-    import jax
-
-    before = jax.devices()
-    load("devices").use_eight_devices()
-    assert jax.devices() == before
 
 
 @pytest.mark.parametrize("lesson", sorted(LESSONS.glob("*.py")), ids=lambda path: path.stem)

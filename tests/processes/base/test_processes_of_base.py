@@ -1,9 +1,49 @@
-"""What `jdp.base` does in processes of its own."""
+"""What `jdp.base` does in processes of its own: memory that is kept between steps, and threads.
+
+What `malloc` was told cannot be taken back.
+"""
+
+import platform
 
 import pytest
 from own_process import python
 
 from jdp.base import machine
+
+GLIBC = platform.libc_ver()[0] == "glibc"
+PROGRAM = """
+import mmap, resource, sys
+import numpy as np
+from jdp.base.machine import keep_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.ones(16 << 20, np.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE
+
+before = resident()
+line, grown = keep_memory(), resident() - before
+faults()
+print(int("jax" in sys.modules), int(line is not None), grown, faults())
+"""
+
+
+@pytest.mark.skipif(not GLIBC, reason="the C library is not glibc")
+def test_freed_memory_is_reused_without_page_faults():
+    imported, said, grown, faults = map(int, python("-c", PROGRAM).stdout.split())
+    assert (imported, said) == (0, 1)
+    assert grown < 4 * 2**20  # addresses are reserved, not memory
+    assert faults < 8  # of 4096 pages
+    assert python("-c", PROGRAM, JDP_FRESH_MEMORY="1").stdout.split()[1] == "0"
+
+
+def test_another_allocator_or_library_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "_OTHER_ALLOCATORS", ("malloc",))  # a name that every library has
+    assert machine.keep_memory() is None
+
 
 # Prints how many threads XLA's pool has.
 POOL = """
