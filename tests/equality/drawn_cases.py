@@ -26,9 +26,8 @@ OPTIONS = {
     ),
     "inner": (None, "norm", "calls", "dropout", "one_rngs"),
     "noise": (
-        *(None, "mask", "normal", "flat", "dropout", "split", "folded", "choice", "scalar", "held"),
-        *("parents", "inside", "layer_fold", "layer_split"),
-        *("keys", "numbered", "gamma", "vector", "last_rows"),
+        *(None, "mask", "flat", "dropout", "split", "scalar", "held", "parents", "inside"),
+        *("layer_fold", "layer_split", "keys", "numbered", "gamma", "vector", "last_rows"),
     ),
     "batch": ("flat", "nested", "tuple"),
     "weights": ("ones", "uneven", "half", "counts"),

@@ -259,8 +259,6 @@ def noisy(case, h, rng):
     match case.noise:
         case "mask":
             return h * jax.random.bernoulli(rng, 0.8, h.shape)
-        case "normal":
-            return h + 0.2 * jax.random.normal(rng, (rows,) + (1,) * (h.ndim - 1))
         case "flat":
             flat = h.reshape(-1, h.shape[-1])
             return (flat * jax.random.bernoulli(rng, 0.8, flat.shape)).reshape(h.shape)
@@ -269,10 +267,6 @@ def noisy(case, h, rng):
         case "split":
             one, two = jax.random.split(rng)
             return h * jax.random.bernoulli(one, 0.8, h.shape) + 0.1 * jax.random.uniform(two, h.shape)
-        case "folded":
-            return h + 0.2 * jax.random.normal(jax.random.fold_in(rng, 5), h.shape)
-        case "choice":
-            return h * jax.random.randint(rng, (rows, *[1] * (h.ndim - 1)), 1, 3)
         case "scalar":
             return h * (1 + 0.3 * jax.random.normal(rng, ()))
         case "keys":
@@ -382,21 +376,17 @@ def unpacked(case, batch):
     return batch["x"], batch["y"], batch["weight"]
 
 
-# Optimizers. Denominators are kept far from zero: what divides by a gradient's size makes noise of rounding.
+# Optimizers whose states differ in kind; test_optimizers has all of optax'. Denominators are kept far from zero: what
+# divides by a gradient's size makes noise of rounding.
 
 RATE = 0.05
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(RATE),
     "momentum": lambda: optax.sgd(RATE, momentum=0.9, nesterov=True),
-    "schedule": lambda: optax.sgd(optax.warmup_cosine_decay_schedule(0.0, RATE, 1, 4)),
     "adamw": lambda: optax.adamw(RATE, eps=1e-2),
-    "lamb": lambda: optax.lamb(RATE, eps=1e-2),
-    "adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=4, decay_rate=0.5, eps=1e-3),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.2), optax.adam(RATE, eps=1e-2)),
-    "blocks": lambda: optax.chain(optax.clip_by_block_rms(0.05), optax.trace(0.8), optax.scale(-RATE)),
     "multi_steps": lambda: optax.MultiSteps(optax.adam(RATE, eps=1e-2), every_k_schedule=2),
     "plateau": lambda: optax.chain(optax.sgd(RATE), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)),
-    "average": lambda: optax.chain(optax.sgd(RATE), optax.ema(0.5)),
     "frozen_moment": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=RATE, eps=1e-2, weight_decay=0.1),
     "masked": lambda: optax.chain(
         optax.masked(optax.add_decayed_weights(0.1), lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree)),

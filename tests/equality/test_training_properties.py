@@ -34,7 +34,7 @@ import jdp
 BOUND = 5e-6
 FIRST_DRAW = int(os.environ.get("JDP_FIRST_DRAW", "1000"))
 REFUSALS = "must be a sum over rows, and draw by row|on . microbatches|would depend on each device's rows"
-QUICK = ((171, 2), (205, 1), (218, 2), (219, 1))  # draws and settings: with KEPT they take every option
+QUICK = ((147, 0), (219, 0), (594, 0), (668, 2))  # draws and settings: with KEPT they take every option
 KEPT = (
     # What a layer changes inside scan_layers, and what it reaches in its parent.
     (
@@ -70,14 +70,11 @@ KEPT = (
     (Case(noise="gamma", weights="half"), Setting("zero2", "manual", 1, "data=4")),
     (Case(noise="numbered", layers=2, inputs="tokens", stacked=True, optimizer="adamw"), Setting("zero1", "auto", 2)),
     (Case(noise="last_rows", inputs="tokens", walk="own", optimizer="masked"), Setting("zero2", "manual", 2)),
-    (Case(noise="vector", optimizer="average"), Setting("zero2", "manual", 1, "data=8")),
+    (Case(noise="vector"), Setting("zero2", "manual", 1, "data=8")),
     (Case(noise="layer_split", layers=4, rows=16), Setting("zero3", "manual", 1, "data=4")),
     (Case(noise="layer_fold", layers=2, stacked=True), Setting("zero3", "manual", 2, "replica=2 data=2")),
     (Case(noise="flat", inputs="tokens", rows=12, width=7), Setting("zero1", "manual", 2, "data=3")),
-    (Case(noise="choice", bad="infinite"), Setting("ddp", "manual", 4)),
-    (Case(noise="split", optimizer="lamb"), Setting("zero2", "auto", 4)),
-    (Case(noise="folded", optimizer="clipped"), Setting("ddp", "manual", 1, "data=8")),
-    (Case(noise="normal", optimizer="blocks"), Setting("zero1", "auto", 4)),
+    (Case(noise="split", optimizer="clipped"), Setting("zero2", "auto", 4)),
     (Case(noise="scalar", optimizer="frozen_moment"), Setting("zero2", None, 1, "data=8")),
     (Case(noise="inside", layers=2, stacked=True, remat="dots"), Setting("zero3", "manual", 2, "data=4")),
     (Case(noise="dropout"), Setting("zero1", "manual", 2, "replica=2 data=2")),
