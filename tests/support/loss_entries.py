@@ -1,6 +1,6 @@
-"""The table of losses: what an entry is, short ways to say its parameters and batches, and two language models.
+"""The table of losses: what an entry is, short ways to say its parameters and batches, and a language model.
 
-`losses_that_sum` and `losses_that_mix` hold the table. Nothing here knows how `jdp` decides.
+`losses_table` holds it. Nothing here knows how `jdp` decides.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def unit(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-# Models: a GPT's block, and a Llama in a scan over its layers.
+# A model: one block of a GPT.
 
 WORDS, WIDTH, LENGTH = 11, 8, 6
 
@@ -132,35 +132,3 @@ class Block(nnx.Module):
 
 def init_block(rng):
     return Block(nnx.Rngs(rng))
-
-
-def rms_norm(x, scale):
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6) * scale
-
-
-def rotate(x):
-    """RoPE (arXiv:2104.09864)."""
-    angles = jnp.arange(x.shape[1])[:, None] / 10 ** jnp.arange(x.shape[-1] // 2)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)], -1)
-
-
-@jax.checkpoint
-def llama_layer(x, layer):
-    h = rms_norm(x, layer["scale"])
-    q, k, v = (h @ layer[name] for name in "qkv")
-    scores = jnp.einsum("btd,bsd->bts", rotate(q), rotate(k)) / np.sqrt(WIDTH)
-    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
-    return x + jax.nn.silu(weights @ v @ layer["up"]) @ layer["down"], None
-
-
-STACKED = dict.fromkeys("qkv", (2, WIDTH, WIDTH)) | {"scale": (2, WIDTH)}
-LLAMA = weights_of(embed=(WORDS, WIDTH), up=(2, WIDTH, WIDTH), down=(2, WIDTH, WIDTH), **STACKED)
-
-
-def llama(params, tokens):
-    """The logits of each next token."""
-    layers = {name: leaf for name, leaf in params.items() if name != "embed"}
-    x, _ = jax.lax.scan(llama_layer, params["embed"][tokens], layers)
-    return jnp.einsum("btd,vd->btv", x, params["embed"]).astype(jnp.float32)

@@ -4,8 +4,7 @@ import jax
 import optax
 import pytest
 from loss_entries import Entry
-from losses_that_mix import MIXES
-from losses_that_sum import SUMS
+from losses_table import MIXES, SUMS
 from trainings import plan_of
 
 import jdp

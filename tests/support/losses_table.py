@@ -1,0 +1,277 @@
+"""Loss functions written as their users write them: sums over rows, or quotients of two such sums; and others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from loss_entries import (
+    LENGTH,
+    WIDTH,
+    WORDS,
+    batch_of,
+    below,
+    entry,
+    floats,
+    init_block,
+    lengths,
+    mlp,
+    quotient,
+    uneven,
+    unit,
+    weights_of,
+)
+
+import jdp
+
+SUMS, MIXES = [], []
+TEXT = {"tokens": below(WORDS, LENGTH), "targets": below(WORDS, LENGTH), "mask": lengths(LENGTH)}
+LABELLED = batch_of(x=floats(6), label=below(4), weight=uneven)
+CLASSIFIER = weights_of(up=(6, WIDTH), down=(WIDTH, 4))
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+# Language models.
+
+
+@entry(SUMS, init_block, batch_of(**TEXT))
+def gpt_with_padding(model, batch, rng):
+    nll = cross_entropy(model(batch["tokens"]), batch["targets"])
+    hits = (model(batch["tokens"]).argmax(-1) == batch["targets"]) * batch["mask"]
+    return jdp.Loss((nll * batch["mask"]).sum(), batch["mask"].sum(), {"accuracy": hits.sum()})
+
+
+@entry(SUMS, weights_of(embed=(WORDS, WIDTH), out=(WIDTH, WORDS)), batch_of(**TEXT))
+def in_chunks_of_a_row(params, batch, rng):
+    """The logits of two tokens of each row at a time."""
+    x = params["embed"][batch["tokens"]]
+    chunks = (x.reshape(-1, 3, 2, WIDTH), batch["targets"].reshape(-1, 3, 2), batch["mask"].reshape(-1, 3, 2))
+    chunks = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), chunks)
+
+    @jax.checkpoint
+    def of_chunk(chunk):
+        x, targets, mask = chunk
+        return (cross_entropy(x @ params["out"], targets) * mask).sum()
+
+    return jdp.Loss(jax.lax.map(of_chunk, chunks).sum(), batch["mask"].sum())
+
+
+PAIRS = {"chosen": below(WORDS, LENGTH), "rejected": below(WORDS, LENGTH), "mask": lengths(LENGTH)}
+FROZEN = np.random.default_rng(3).normal(size=(WORDS, WORDS)).astype("f")
+
+
+@entry(SUMS, weights_of(logits=(WORDS, WORDS)), batch_of(**PAIRS))
+def dpo(params, batch, rng):
+    """A pair in each row (arXiv:2305.18290)."""
+
+    def score(table, tokens):
+        logp = jnp.take_along_axis(jax.nn.log_softmax(table[tokens[:, :-1]]), tokens[:, 1:, None], axis=-1)
+        return (logp.squeeze(-1) * batch["mask"][:, 1:]).sum(-1)
+
+    margins = [
+        score(params["logits"], batch[name]) - score(jnp.asarray(FROZEN), batch[name])
+        for name in ("chosen", "rejected")
+    ]
+    return -jax.nn.log_sigmoid(0.1 * (margins[0] - margins[1])).mean()
+
+
+# Classifiers and regressions.
+
+
+def binary_terms(params, batch, rng):
+    return optax.sigmoid_binary_cross_entropy(mlp(params, batch["x"]), batch["labels"]), batch["known"]
+
+
+@entry(SUMS, CLASSIFIER, batch_of(x=floats(6), labels=below(2, 4), known=lengths(4, bool)), quotient(binary_terms))
+def many_labels_some_unknown(params, batch, rng):
+    nll, known = binary_terms(params, batch, rng)
+    return nll.mean(where=known)
+
+
+@entry(SUMS, CLASSIFIER, LABELLED)
+def added_row_by_row(params, batch, rng):
+    def add(sums, row):
+        nll = cross_entropy(mlp(params, row["x"]), row["label"])
+        return (sums[0] + row["weight"] * nll, sums[1] + row["weight"]), None
+
+    (total, weight), _ = jax.lax.scan(add, (0.0, 0.0), batch)
+    return jdp.Loss(total, weight)
+
+
+# Generative models.
+
+TIMED = weights_of(up=(7, WIDTH), down=(WIDTH, 6))
+ALPHAS = np.cumprod(1 - np.linspace(1e-4, 0.2, 10, dtype=np.float32))
+
+
+@entry(SUMS, TIMED, batch_of(x=floats(6)))
+def diffusion(params, batch, rng):
+    """A time and noise of each row's own (arXiv:2006.11239)."""
+    x, (for_time, for_noise) = batch["x"], jax.random.split(rng)
+    t = jax.random.randint(for_time, (x.shape[0],), 0, 10)
+    noise, kept = jax.random.normal(for_noise, x.shape), jnp.asarray(ALPHAS)[t][:, None]
+    noisy = jnp.sqrt(kept) * x + jnp.sqrt(1 - kept) * noise
+    return jnp.mean((mlp(params, jnp.concatenate([noisy, t[:, None] / 10], axis=-1)) - noise) ** 2)
+
+
+@entry(SUMS, TIMED, batch_of(x=floats(6), weight=uneven))
+def flow_matching(params, batch, rng):
+    def one(key, x):
+        start, t = jax.random.normal(key, x.shape), jax.random.uniform(key)
+        velocity = mlp(params, jnp.append(t * x + (1 - t) * start, t))
+        return jnp.mean(optax.l2_loss(velocity, x - start))
+
+    each = jax.vmap(one)(jax.random.split(rng, len(batch["x"])), batch["x"])
+    return jdp.Loss(jnp.sum(each * batch["weight"]), batch["weight"].sum())
+
+
+# Sounds and tables.
+
+
+SOUND = {"x": floats(LENGTH, 3), "padded": lengths(LENGTH), "labels": below(3, 2), "spoken": lengths(2)}
+
+
+@entry(SUMS, weights_of(out=(3, 4)), batch_of(**SOUND))
+def ctc(params, batch, rng):
+    logits, silent = batch["x"] @ params["out"], 1 - batch["spoken"].at[:, 0].set(1)
+    each = optax.ctc_loss(logits, jnp.zeros(logits.shape[:2]), 1 + batch["labels"], silent)
+    return jdp.Loss(each.sum(), jnp.float32(len(each)))
+
+
+@entry(SUMS, weights_of(table=(16, 3), up=(5, 4), down=(9, 1)), batch_of(x=floats(5), ids=below(99, 2), weights=uneven))
+def criteo(params, batch, rng):
+    """Rows of one table, taken by hashed index; the logit by an index of rows."""
+    rows = params["table"][(batch["ids"].reshape(-1) % 16)].reshape(len(batch["ids"]), -1)
+    hidden = jnp.concatenate([jax.nn.relu(batch["x"] @ params["up"])[:, :3], rows], axis=1)
+    logits = (hidden @ params["down"])[jnp.arange(len(hidden)), 0]
+    each = optax.sigmoid_binary_cross_entropy(logits, (batch["x"][:, 0] > 0).astype(jnp.float32))
+    return jdp.Loss((each * batch["weights"]).sum(), batch["weights"].sum())
+
+
+# In all below a row's term depends on other rows.
+
+SCORER = weights_of(up=(6, WIDTH), down=(WIDTH, 1))
+VIEWS = batch_of(a=floats(6), b=floats(6))
+
+# Every row against every row.
+
+
+@entry(MIXES, weights_of(image=(6, WIDTH), text=(5, WIDTH), scale=()), batch_of(image=floats(6), text=floats(5)))
+def clip(params, batch, rng):
+    image, text = (unit(batch[name] @ params[name]) for name in ("image", "text"))
+    logits = jnp.exp(params["scale"]) * image @ text.T
+    own = jnp.arange(logits.shape[0])
+    return (cross_entropy(logits, own).mean() + cross_entropy(logits.T, own).mean()) / 2
+
+
+@entry(MIXES, CLASSIFIER, LABELLED)
+def hardest_triplets(params, batch, rng):
+    z, label = mlp(params, batch["x"]), batch["label"]
+    distance = jnp.sum((z[:, None] - z[None, :]) ** 2, axis=-1)
+    same = label[:, None] == label[None, :]
+    positive = jnp.max(jnp.where(same, distance, 0.0), axis=1)
+    negative = jnp.min(jnp.where(same, 1e6, distance), axis=1)
+    return jax.nn.relu(positive - negative + 0.2).mean()
+
+
+# Statistics of the batch.
+
+
+@entry(MIXES, weights_of(up=(6, WIDTH), down=(WIDTH, 4), predict=(4, 4)), VIEWS)
+def byol(params, batch, rng):
+    def project(x):
+        h = x @ params["up"]
+        h = (h - h.mean(axis=0)) / jnp.sqrt(h.var(axis=0) + 1e-5)
+        return jax.nn.relu(h) @ params["down"]
+
+    online, target = project(batch["a"]) @ params["predict"], jax.lax.stop_gradient(project(batch["b"]))
+    return (2 - 2 * optax.losses.cosine_similarity(online, target, epsilon=1e-6)).mean()
+
+
+ACTED = batch_of(x=floats(6), action=below(4), logp=floats(), advantage=floats(), reward=floats())
+
+
+@entry(MIXES, CLASSIFIER, ACTED)
+def ppo_with_normalised_advantages(params, batch, rng):
+    advantage = batch["advantage"]
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    logp = jax.nn.log_softmax(mlp(params, batch["x"]))[jnp.arange(advantage.shape[0]), batch["action"]]
+    ratio = jnp.exp(logp - batch["logp"])
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
+
+
+@entry(MIXES, CLASSIFIER, LABELLED)
+def perplexity(params, batch, rng):
+    nll = cross_entropy(mlp(params, batch["x"]), batch["label"])
+    return jnp.exp(nll.mean())
+
+
+# Order of rows.
+
+
+@entry(MIXES, CLASSIFIER, LABELLED)
+def clipped_at_a_quantile(params, batch, rng):
+    nll = cross_entropy(mlp(params, batch["x"]), batch["label"])
+    limit = jnp.quantile(jax.lax.stop_gradient(nll), 0.75)
+    return jnp.where(nll > limit, 0.0, nll).mean()
+
+
+@entry(MIXES, SCORER, batch_of(x=floats(6), time=floats(), died=below(2)))
+def cox_survival(params, batch, rng):
+    """Each row against the rows that lived at least as long; rows are sorted by time."""
+    risk = mlp(params, batch["x"])[:, 0]
+    each = (jax.lax.cumlogsumexp(risk, reverse=True) - risk) * batch["died"]
+    return jdp.Loss(each.sum(), batch["died"].sum())
+
+
+# Rows that meet their neighbours.
+
+
+@entry(MIXES, CLASSIFIER, LABELLED)
+def mixup_by_a_permutation(params, batch, rng):
+    order = jax.random.permutation(rng, batch["x"].shape[0])
+    x, labels = batch["x"], jax.nn.one_hot(batch["label"], 4)
+    x, labels = (0.6 * leaf + 0.4 * leaf[order] for leaf in (x, labels))
+    return optax.softmax_cross_entropy(mlp(params, x), labels).mean()
+
+
+@entry(MIXES, CLASSIFIER, LABELLED)
+def siblings_are_alike(params, batch, rng):
+    z = mlp(params, batch["x"])
+    pairs = jnp.square(z[0::2] - z[1::2]).sum(axis=-1)
+    return jdp.Loss(pairs.sum(), jnp.float32(pairs.shape[0]))
+
+
+@entry(MIXES, weights_of(cell=(WIDTH, WIDTH), into=(6, WIDTH), out=(WIDTH, 4)), LABELLED)
+def state_from_row_to_row(params, batch, rng):
+    def step(h, row):
+        h = jnp.tanh(h @ params["cell"] + row["x"] @ params["into"])
+        return h, cross_entropy(h @ params["out"], row["label"])
+
+    _, nll = jax.lax.scan(step, jnp.zeros(WIDTH), batch)
+    return jdp.Loss((nll * batch["weight"]).sum(), batch["weight"].sum())
+
+
+EXPERTS = weights_of(gate=(6, 3), up=(3, 6, WIDTH), down=(3, WIDTH, 4))
+TOKENS = batch_of(x=floats(5, 6), y=floats(5, 4))
+
+
+@entry(MIXES, EXPERTS, TOKENS)
+def experts_with_capacity(params, batch, rng):
+    """Each expert takes as many of the batch's tokens as there are rows, and drops the others (arXiv:2006.16668)."""
+    x = batch["x"].reshape(-1, 6)
+    gates = jax.nn.softmax(x @ params["gate"])
+    chosen = jax.nn.one_hot(gates.argmax(-1), 3)
+    chosen = chosen * (jnp.cumsum(chosen, axis=0) <= batch["x"].shape[0])
+    hidden = jax.nn.relu(jnp.einsum("td,edh->teh", x, params["up"]))
+    y = jnp.einsum("te,teh,eho->to", gates * chosen, hidden, params["down"])
+    return jdp.Loss(jnp.sum((y - batch["y"].reshape(-1, 4)) ** 2), jnp.float32(len(x)))
+
+
+@entry(MIXES, EXPERTS, TOKENS)
+def load_balancing(params, batch, rng):
+    """Switch Transformer's (arXiv:2101.03961)."""
+    gates = jax.nn.softmax(batch["x"] @ params["gate"])
+    hidden = jax.nn.relu(jnp.einsum("btd,edh->bteh", batch["x"], params["up"]))
+    y = jnp.einsum("bte,bteh,eho->bto", gates, hidden, params["down"])
+    fraction = jax.nn.one_hot(gates.argmax(-1), 3).mean(axis=(0, 1))
+    balance = 3 * jnp.sum(fraction * gates.mean(axis=(0, 1)))
+    return jnp.mean((y - batch["y"]) ** 2) + 0.01 * balance
