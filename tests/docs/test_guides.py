@@ -246,23 +246,10 @@ def test_its_commands_options_and_keys_exist(guide, request, monkeypatch, tmp_pa
             assert "like" in table or unknown == []
 
 
-def anchors(text):
-    """Return what a link to a place on a page may name: its headings, as GitHub and MkDocs make them."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 @every_guide
-def test_its_links_and_files_exist(guide):
-    text = FENCE.sub("", GUIDES[guide])
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if link.startswith("https://"):
-            continue
-        path, _, place = link.partition("#")
-        to = (ROOT / guide).parent / path if path else ROOT / guide
-        assert to.exists(), link
-        assert not place or place in anchors(to.read_text(encoding="utf-8")), link
-    for path in re.findall(r"`((?:tests|experiments|jdp)/[\w/.]+)`", text):
+def test_files_that_it_names_exist(guide):
+    """Its links are checked where the site is built (`test_site.py`)."""
+    for path in re.findall(r"`((?:tests|experiments|jdp)/[\w/.]+)`", FENCE.sub("", GUIDES[guide])):
         exists(path)
 
 

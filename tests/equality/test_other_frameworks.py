@@ -116,12 +116,10 @@ def test_any_pytree_trains_as_on_one_device(name):
 
 
 class LinenNormed(nn.Module):
-    axis_name: str | None = None
-
     @nn.compact
     def __call__(self, x, *, train):
         x = nn.Dense(32)(x)
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=self.axis_name)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
         return nn.Dense(CLASSES)(nn.relu(x))
 
 
@@ -143,17 +141,3 @@ def test_a_bridged_linen_module_keeps_statistics():
         ends.append(jax.device_get((state.params, state.model_state, measured[-1]["loss"])))
     assert_same(*ends)
     assert jax.tree.map(jnp.shape, ends[0][1]) == {"BatchNorm_0": {"mean": (32,), "var": (32,)}}
-
-
-def test_linen_batch_norm_needs_a_bound_axis():
-    normed = LinenNormed(axis_name="batch")
-
-    def init(rng):
-        return normed.init(rng, jnp.zeros((1, FEATURES)), train=False)["params"]
-
-    def loss(params, batch, rng):
-        logits, _ = normed.apply({"params": params}, batch["x"], train=True, mutable=["batch_stats"])
-        return jdp.Loss(jnp.square(logits).sum(), jnp.float32(ROWS))
-
-    with pytest.raises(ValueError, match=r"only the batch's mesh axes, data, .*given 'batch'.*\. Leave it out"):
-        train_on(loss, init, TX, plan_of("zero1", min_shard_size=64), batches())

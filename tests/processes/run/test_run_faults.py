@@ -266,37 +266,30 @@ def test_leaving_at_once_without_the_main_thread(tmp_path, when, words):
 
 
 COLLECTING = """
-import sys, time, weakref
+import time, weakref
 from jdp.run.signals import StopRequest
 
-def run(*_):
+def run():
     print("ready", flush=True)
     end = time.monotonic() + 0.5
     while time.monotonic() < end:  # Python runs here, and prints what is raised
         pass
 
-class Slow:
+class Collected:
     pass
 
-class Destroyed:
-    def __del__(self):
-        run()
-
 with StopRequest():
-    slow = Slow() if sys.argv[1] == "weakref" else Destroyed()
-    if sys.argv[1] == "weakref":
-        weakref.finalize(slow, run)
-    del slow
+    collected = Collected()
+    weakref.finalize(collected, run)
+    del collected
     time.sleep(20)
 """
 
 
-@pytest.mark.parametrize("collected", ["destructor", "weakref"])
-@pytest.mark.default_ids("weakref")
-def test_leaving_at_once_waits_for_a_destructor(tmp_path, collected):
+def test_leaving_at_once_waits_for_a_destructor(tmp_path):
     """Python prints an exception that is raised in one, or in JAX's callback of the collector, and goes on."""
     (tmp_path / "program.py").write_text(COLLECTING)
-    with start_python(tmp_path / "program.py", collected) as process:
+    with start_python(tmp_path / "program.py") as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=30)
