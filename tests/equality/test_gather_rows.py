@@ -61,14 +61,7 @@ def test_negatives_are_of_the_whole_batch(alone, partitioning, devices, strategy
     np.testing.assert_allclose(found, alone, rtol=2e-5)  # sums of 16 rows in another order, three steps long
 
 
-def test_losses_that_mix_without_gather_rows_are_refused():
-    def without(params, batch, rng):
-        image, text = (batch[name] @ params[name] for name in ("image", "text"))
-        nll = optax.softmax_cross_entropy_with_integer_labels(image @ text.T, jnp.arange(len(text)))
-        return jdp.Loss(total=nll.sum(), weight=jnp.float32(len(text)))
-
-    with pytest.raises(ValueError, match="must be a sum over rows"):
-        losses(without, plan_of(4), partitioning="manual")
+def test_gathered_rows_refuse_microbatches():
     with pytest.raises(ValueError, match=r"accumulate=2 calls the loss on 2.*calls jdp\.gather_rows"):
         losses(clip, plan_of(4), accumulate=2, check_loss=False)
     rows, own = jdp.gather_rows(jnp.ones((3, 2)))

@@ -1,7 +1,6 @@
 """What lessons share: eight devices, bounds of their length, readable pictures, and tables with what they show."""
 
 import ast
-import json
 import logging
 import os
 import subprocess
@@ -58,22 +57,6 @@ def test_an_exception_prints_what_was_reported(capsys):
     with pytest.raises(RuntimeError, match="broken"):
         narration.tell(lesson)
     assert capsys.readouterr().err == "another report of test_narration\n"
-
-
-def test_reports_of_processes_are_the_lessons(monkeypatch, tmp_path):
-    """A process of `in_processes` hands them over, so that no line of its own stands between the tables."""
-    program = tmp_path / "child.py"
-    program.write_text(
-        "from jdp.base.notices import notice_anywhere\nfrom processes import is_one_of_several\n"
-        "is_one_of_several(lambda n: notice_anywhere(f'a report of a child') or 2 * n)\n"
-    )
-    given = json.dumps({"file": str(tmp_path / "found.json"), "given": {"n": 21}})
-    monkeypatch.setenv("JDP_LESSON_GIVEN", given)
-    monkeypatch.setenv("PYTHONPATH", str(LESSONS), prepend=":")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
-    assert found == {"found": 42, "reported": ["a report of a child"]}
 
 
 @pytest.mark.parametrize("lesson", PROGRAMS, ids=lambda path: path.stem)

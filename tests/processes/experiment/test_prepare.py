@@ -66,11 +66,6 @@ def learnt(row_of, llama, messages, template=CHAT_TEMPLATE, **more):
     return [tokenizer.decode(ids[start:end]) for start, end in bounds.reshape(-1, 2)]
 
 
-@pytest.mark.parametrize("script", ["text_to_ids.py", "chats_to_ids.py"])
-def test_a_script_has_at_most_fifty_lines(script):
-    assert len((PREPARE / script).read_text().splitlines()) <= 50
-
-
 @pytest.mark.parametrize(("template", "end"), [(CHAT_TEMPLATE, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
 def test_the_answers_alone_have_weight(row_of, llama, template, end):
     """By {% generation %}; in a template without it, what the messages before with the prompt do not have."""

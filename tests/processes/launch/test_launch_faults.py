@@ -118,10 +118,7 @@ for step in range(4):
 
 
 def test_a_leaving_process_is_named(tmp_path, capfd):
-    """With 0, and without a word: to a supervisor it looks like success, until the others miss it.
-
-    `tests/processes/core/test_initialize.py` has scripts of one's own that raise, leave a loop early, and end well.
-    """
+    """With 0, and without a word: to a supervisor it looks like success, until the others miss it."""
     (tmp_path / "script.py").write_text(OWN_SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "when")]
     code = launch(command, 2, devices_per_process=1, environment=environment())

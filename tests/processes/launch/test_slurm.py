@@ -76,11 +76,7 @@ def test_two_nodes_train_as_one(cluster, undisturbed):
 
 
 def test_preempted_and_broken_jobs_resume_exactly(cluster, undisturbed):
-    """SIGTERM as `--signal=TERM@300` sends it, then a node without power (fault 19).
-
-    On an idle machine the lost node is noticed after 5 to 10 s (SlurmdTimeout, 300 s by default), and the job runs
-    again when the node is back.
-    """
+    """SIGTERM as `--signal=TERM@300` sends it, then a node without power, which is noticed after SlurmdTimeout."""
     job = submit(cluster, "cut")
     reach(cluster, "cut", 15)
     cluster.run("scancel", "--signal=TERM", job)  # to the tasks, not to the shell of the batch script

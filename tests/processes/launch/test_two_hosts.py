@@ -70,11 +70,7 @@ def wait_for(condition, processes):
 
 
 def test_a_cut_link_ends_both_with_reasons(start, tmp_path):
-    """Fault 20. Neither side hears of the cut.
-
-    The deadline's thread ends both as the other one is silent, 20 s and more after the cut; JAX' heartbeats, which name
-    nobody, take longer.
-    """
+    """The deadline's thread ends both, because the other one is silent; JAX' heartbeats name nobody and take longer."""
     write(tmp_path)
     runs, go = tmp_path / "runs", tmp_path / "go"
     held = {"0:0:17": f"wait for {go}", "folder": str(tmp_path)}  # the cut comes in the middle, however fast steps are
@@ -132,10 +128,7 @@ def test_a_killed_hosts_memory_comes_from_its_neighbour(start, tmp_path):
 
 
 def test_pods_join_once_pod_0_has_a_name(start, tmp_path):
-    """With its command and variables, and what Kubernetes adds: an index, and the service's names.
-
-    Pod 1 is there first, and waits: pod 0's name has an address once that pod is there.
-    """
+    """Pod 1 is there first, and waits: Kubernetes gives pod 0's name an address once that pod is there."""
     write(tmp_path, steps=3)
     text = (EXPERIMENTS / "cluster" / "jobset.yaml").read_text().replace("/jdp/", f"{tmp_path}/")
     (tmp_path / "experiment").mkdir()

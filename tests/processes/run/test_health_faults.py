@@ -22,7 +22,7 @@ TABLES = tables(
     train={"steps": 10, "batch_size": 16, "log_every": 1, "eval_batches": 1, "checkpoint_every": 3},
 )
 PROGRAM = """
-import dataclasses, hashlib, json, sys, time
+import dataclasses, json, sys, time
 from pathlib import Path
 import jax
 import numpy as np
@@ -30,7 +30,6 @@ import jdp
 from damage import flipped
 from jdp.core.step import Step
 from jdp.experiment import assembly as assemblies
-from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.guard.replicas import CorruptState
 from jdp.run import loop
@@ -77,16 +76,6 @@ def run(name, overrides, **given):
         return str(error)
 
 
-def digest(name):
-    # a hash of this process' shards of the last checkpoint
-    assembly = Assembly.on_devices(load(folder / "points.toml", {}))
-    with jdp.Checkpoints(folder / name / "checkpoints") as saved:
-        state, _ = saved.restore(assembly.training.abstract_state, 10)
-    leaves = jax.tree.leaves(dataclasses.replace(state, rng=jax.random.key_data(state.rng)))
-    shards = [np.asarray(shard.data).tobytes() for leaf in leaves for shard in leaf.addressable_shards]
-    return hashlib.sha256(b"".join(shards)).hexdigest()
-
-
 often = {"guard.check_replicas_every": "4"}
 results = {
     "nan": run("nan", {}, nan=(5, 6)),
@@ -95,7 +84,6 @@ results = {
     "flip": run("flip", often),
     "slow": run("slow", {"train.steps": "70"}, sleep=0.5),
 }
-results |= {f"digest of {name}": digest(name) for name in ("calm", "flip")}
 (folder / f"results-{rank}").write_text(json.dumps(results))
 """
 
@@ -140,10 +128,8 @@ def test_a_flipped_bit_ends_the_run_everywhere(folder):
     assert ", on host " in said[0] and "It is device 3 of the only host, " in said[0]
     events = [event["event"] for event in history(read(folder / "flip" / "events" / "rank-00000.jsonl"))]
     assert events == ["started", "corrupt", "failed", "resumed", "finished"]
-    assert rows(folder / "flip", "loss") == rows(folder / "calm", "loss")
-    for rank in (0, 1):
-        own = results(folder, rank)
-        assert own["flip"] == own["calm"] == 0 and own["digest of flip"] == own["digest of calm"]
+    assert rows(folder / "flip", "loss", "grad_norm") == rows(folder / "calm", "loss", "grad_norm")
+    assert [results(folder, rank)["flip"] for rank in (0, 1)] == [0, 0], "skipped"
 
 
 def test_a_slow_process_is_named(folder):

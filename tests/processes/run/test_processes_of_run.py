@@ -38,10 +38,7 @@ def test_ctrl_c_saves_and_leaves_cleanly(tmp_path):
 
 @pytest.mark.rest
 def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
-    """2 processes × 4 devices over Gloo, mirrored in storage: the losses of this process with its eight devices.
-
-    Bound: Gloo adds in another order than XLA's in-process all-reduce; see test_equivalence.
-    """
+    """The bound of losses: Gloo adds in another order than XLA's in-process all-reduce."""
     quickstart = EXPERIMENTS / "quickstart.toml"
     short = ["--train.steps", "5", "--train.log_every", "1", "--train.batch_size", "8", "--optimizer.warmup_steps", "2"]
     short += ["--train.eval_batches", "2", "--train.checkpoint_every", "2", "--sample.length", "2", "--json"]
@@ -116,13 +113,8 @@ print("SEEN", json.dumps(seen))
 
 @pytest.mark.rest
 def test_two_thousand_steps_leak_nothing(tmp_path):
-    """From the hundred steps after 1,000 to those after 1,900, nine saves and evaluations, memory grew by 1 to 4 MiB of
-    430.
-
-    The least of each hundred counts: a save that goes on in the background has threads, files and memory of its own
-    as long as the disk takes, and the folder of a step has two dozen entries. (os.walk passes over what is deleted
-    meanwhile.)
-    """
+    """The least of a hundred steps counts: a save in the background has threads, files and memory of its own as long as
+    the disk takes. From the hundred after 1,000 to those after 1,900 memory grew by 1 to 4 MiB of 430."""
     file = write_points(tmp_path, points_text(tables(train=TRAIN)))
     done = python("-c", PROGRAM, file, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
