@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -114,25 +115,17 @@ def is_there(word):
     """Return False for a name of jdp's, or a file, that does not exist; True for all other words."""
     if word.endswith(".py"):
         return any(path.as_posix().endswith(f"/{word}") for path in ROOT.rglob("*.py"))
-    first, *rest = word.split(".")
-    if first == "jdp":
-        return reached(jdp, rest)
-    is_class = first[:1].isupper() and first in jdp.__all__
-    return not rest or not is_class or reached(getattr(jdp, first), rest)
-
-
-def reached(value, names):
-    """Return whether attributes, modules or fields of these names lead on from a value."""
-    for name in names:
-        if isinstance(value, ModuleType) and not hasattr(value, name):
-            try:
-                value = importlib.import_module(f"{value.__name__}.{name}")
-            except ModuleNotFoundError:
-                return False
-        elif hasattr(value, name):
-            value = getattr(value, name)
-        else:
-            return name in getattr(value, "__annotations__", {})
+    first, _, rest = word.partition(".")
+    if first != "jdp" and not (rest and first[:1].isupper() and first in jdp.__all__):
+        return True
+    name = word if first == "jdp" else f"jdp.{word}"
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):  # a field without a default is no attribute of its class
+        owner, _, field = name.rpartition(".")
+        return (
+            owner != "jdp" and is_there(owner) and field in vars(pkgutil.resolve_name(owner)).get("__annotations__", {})
+        )
     return True
 
 

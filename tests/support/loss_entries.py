@@ -22,38 +22,25 @@ class Entry:
     Attributes:
         init: (rng) -> parameters, or an NNX module.
         batch: (rows) -> arrays whose leading dimension is the row.
-        loss: (model, batch, rng) -> `jdp.Loss`, or a scalar.
-        as_sum: (model, batch, rng) -> the total and weight whose quotient a scalar is; None for a `jdp.Loss` and for a
-            mean over the rows.
+        loss: (model, batch, rng) -> `jdp.Loss`, or the mean over the rows.
     """
 
     init: Callable[[Any], Any]
     batch: Callable[[int], dict[str, np.ndarray]]
     loss: Callable[[Any, Any, Any], Any]
-    as_sum: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
 
     def __repr__(self) -> str:
         return self.loss.__name__
 
 
-def entry(table, init, batch, as_sum=None):
+def entry(table, init, batch):
     """Put the function below into `table`."""
 
     def put(loss):
-        table.append(Entry(init, batch, loss, as_sum))
+        table.append(Entry(init, batch, loss))
         return loss
 
     return put
-
-
-def quotient(terms):
-    """An `as_sum`: of what `terms(model, batch, rng)` returns, values and their weights."""
-
-    def as_sum(model, batch, rng):
-        values, weights = terms(model, batch, rng)
-        return (values * weights).sum(), weights.sum()
-
-    return as_sum
 
 
 def weights_of(**shapes):

@@ -15,7 +15,6 @@ from loss_entries import (
     init_block,
     lengths,
     mlp,
-    quotient,
     uneven,
     unit,
     weights_of,
@@ -37,21 +36,6 @@ def gpt_with_padding(model, batch, rng):
     nll = cross_entropy(model(batch["tokens"]), batch["targets"])
     hits = (model(batch["tokens"]).argmax(-1) == batch["targets"]) * batch["mask"]
     return jdp.Loss((nll * batch["mask"]).sum(), batch["mask"].sum(), {"accuracy": hits.sum()})
-
-
-@entry(SUMS, weights_of(embed=(WORDS, WIDTH), out=(WIDTH, WORDS)), batch_of(**TEXT))
-def in_chunks_of_a_row(params, batch, rng):
-    """The logits of two tokens of each row at a time."""
-    x = params["embed"][batch["tokens"]]
-    chunks = (x.reshape(-1, 3, 2, WIDTH), batch["targets"].reshape(-1, 3, 2), batch["mask"].reshape(-1, 3, 2))
-    chunks = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), chunks)
-
-    @jax.checkpoint
-    def of_chunk(chunk):
-        x, targets, mask = chunk
-        return (cross_entropy(x @ params["out"], targets) * mask).sum()
-
-    return jdp.Loss(jax.lax.map(of_chunk, chunks).sum(), batch["mask"].sum())
 
 
 PAIRS = {"chosen": below(WORDS, LENGTH), "rejected": below(WORDS, LENGTH), "mask": lengths(LENGTH)}
@@ -76,14 +60,10 @@ def dpo(params, batch, rng):
 # Classifiers and regressions.
 
 
-def binary_terms(params, batch, rng):
-    return optax.sigmoid_binary_cross_entropy(mlp(params, batch["x"]), batch["labels"]), batch["known"]
-
-
-@entry(SUMS, CLASSIFIER, batch_of(x=floats(6), labels=below(2, 4), known=lengths(4, bool)), quotient(binary_terms))
+@entry(SUMS, CLASSIFIER, batch_of(x=floats(6), labels=below(2, 4), known=lengths(4, bool)))
 def many_labels_some_unknown(params, batch, rng):
-    nll, known = binary_terms(params, batch, rng)
-    return nll.mean(where=known)
+    nll = optax.sigmoid_binary_cross_entropy(mlp(params, batch["x"]), batch["labels"])
+    return jdp.Loss(nll.sum(where=batch["known"]), batch["known"].sum())
 
 
 @entry(SUMS, CLASSIFIER, LABELLED)
@@ -110,17 +90,6 @@ def diffusion(params, batch, rng):
     noise, kept = jax.random.normal(for_noise, x.shape), jnp.asarray(ALPHAS)[t][:, None]
     noisy = jnp.sqrt(kept) * x + jnp.sqrt(1 - kept) * noise
     return jnp.mean((mlp(params, jnp.concatenate([noisy, t[:, None] / 10], axis=-1)) - noise) ** 2)
-
-
-@entry(SUMS, TIMED, batch_of(x=floats(6), weight=uneven))
-def flow_matching(params, batch, rng):
-    def one(key, x):
-        start, t = jax.random.normal(key, x.shape), jax.random.uniform(key)
-        velocity = mlp(params, jnp.append(t * x + (1 - t) * start, t))
-        return jnp.mean(optax.l2_loss(velocity, x - start))
-
-    each = jax.vmap(one)(jax.random.split(rng, len(batch["x"])), batch["x"])
-    return jdp.Loss(jnp.sum(each * batch["weight"]), batch["weight"].sum())
 
 
 # Sounds and tables.
@@ -252,18 +221,6 @@ def state_from_row_to_row(params, batch, rng):
 
 EXPERTS = weights_of(gate=(6, 3), up=(3, 6, WIDTH), down=(3, WIDTH, 4))
 TOKENS = batch_of(x=floats(5, 6), y=floats(5, 4))
-
-
-@entry(MIXES, EXPERTS, TOKENS)
-def experts_with_capacity(params, batch, rng):
-    """Each expert takes as many of the batch's tokens as there are rows, and drops the others (arXiv:2006.16668)."""
-    x = batch["x"].reshape(-1, 6)
-    gates = jax.nn.softmax(x @ params["gate"])
-    chosen = jax.nn.one_hot(gates.argmax(-1), 3)
-    chosen = chosen * (jnp.cumsum(chosen, axis=0) <= batch["x"].shape[0])
-    hidden = jax.nn.relu(jnp.einsum("td,edh->teh", x, params["up"]))
-    y = jnp.einsum("te,teh,eho->to", gates * chosen, hidden, params["down"])
-    return jdp.Loss(jnp.sum((y - batch["y"].reshape(-1, 4)) ** 2), jnp.float32(len(x)))
 
 
 @entry(MIXES, EXPERTS, TOKENS)

@@ -94,10 +94,7 @@ def test_two_kills_cost_only_time(folder, undisturbed, capfd, monkeypatch):
     assert ": Process 1 ended without a message after step 4" in second
     told = read(folder / "runs" / "killed" / EVENT_LOGS / "node-00000.jsonl")
     assert [event["event"] for event in told] == ["ended", "restart"] * 2
-    logs = {rank: sorted(file.name for file in (folder / "killed").glob(f"rank-{rank:05}*")) for rank in (0, 1)}
-    assert all(len(names) == 3 for names in logs.values()), logs
     assert (folder / "killed" / "rank-00001.2.log").read_text().endswith("ended with signal 9 (SIGKILL)\n")
-    assert (folder / "killed" / "rank-00000.log").read_text().endswith("process 0 ended with exit code 0\n")
 
 
 OWN_SCRIPT = """

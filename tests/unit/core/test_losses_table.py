@@ -17,8 +17,6 @@ def tried(each: Entry):
     """The step after the trial of the loss, which returns `jdp.Loss`, as several microbatches ask for."""
 
     def loss(model, batch, rng):
-        if each.as_sum is not None:
-            return jdp.Loss(*each.as_sum(model, batch, rng))
         rows = len(jax.tree.leaves(batch)[0])
         value = each.loss(model, batch, rng)
         return value if isinstance(value, jdp.Loss) else jdp.Loss(value * rows, rows)
