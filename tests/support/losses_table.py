@@ -1,26 +1,109 @@
-"""Loss functions written as their users write them: sums over rows, or quotients of two such sums; and others."""
+"""The table of losses, written as their users write them: sums over rows, and losses in which rows meet.
+
+An entry has short ways to say its parameters and batches. Nothing here knows how `jdp` decides.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from loss_entries import (
-    LENGTH,
-    WIDTH,
-    WORDS,
-    batch_of,
-    below,
-    entry,
-    floats,
-    init_block,
-    lengths,
-    mlp,
-    uneven,
-    unit,
-    weights_of,
-)
+from flax import nnx
 
 import jdp
+from jdp.models import GPTConfig, build
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A loss function, and what it is called with.
+
+    Attributes:
+        init: (rng) -> parameters, or an NNX module.
+        batch: (rows) -> arrays whose leading dimension is the row.
+        loss: (model, batch, rng) -> `jdp.Loss`, or the mean over the rows.
+    """
+
+    init: Callable[[Any], Any]
+    batch: Callable[[int], dict[str, np.ndarray]]
+    loss: Callable[[Any, Any, Any], Any]
+
+    def __repr__(self) -> str:
+        return self.loss.__name__
+
+
+def entry(table, init, batch):
+    """Put the function below into `table`."""
+
+    def put(loss):
+        table.append(Entry(init, batch, loss))
+        return loss
+
+    return put
+
+
+def weights_of(**shapes):
+    """An `init`: normal matrices by name, scaled by their number of inputs."""
+
+    def init(rng):
+        keys = jax.random.split(rng, len(shapes))
+        pairs = zip(keys, shapes.items(), strict=True)
+        return {
+            name: jax.random.normal(key, shape) / np.sqrt(max(shape[-2:-1] or (1,))) for key, (name, shape) in pairs
+        }
+
+    return init
+
+
+def batch_of(**leaves):
+    """A `batch`: each leaf is drawn as `floats`, `below`, `lengths` or `uneven` say."""
+
+    def batch(rows):
+        random = np.random.default_rng(7)
+        return {name: leaf(random, rows) for name, leaf in leaves.items()}
+
+    return batch
+
+
+def floats(*shape):
+    return lambda random, rows: random.normal(size=(rows, *shape)).astype(np.float32)
+
+
+def below(limit, *shape):
+    """Integers from 0 to `limit` - 1: tokens, labels, actions."""
+    return lambda random, rows: random.integers(0, limit, (rows, *shape), dtype=np.int32)
+
+
+def lengths(length, kind=np.float32):
+    """A mask of padding: 1 where a token counts, of rows of 1 to `length` tokens."""
+    return lambda random, rows: (np.arange(length) < random.integers(1, length + 1, (rows, 1))).astype(kind)
+
+
+def uneven(random, rows):
+    """Weights of rows, zeros among them."""
+    return random.permutation(np.arange(rows) % 4).astype(np.float32)
+
+
+def mlp(params, x):
+    """Two layers: `up` and `down`."""
+    return jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+
+def unit(x):
+    """Scale the last dimension to length 1."""
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+WORDS, WIDTH, LENGTH = 11, 8, 6
+
+
+def init_gpt(rng):
+    config = GPTConfig(vocab_size=WORDS, context=LENGTH, layers=1, width=WIDTH, heads=2, dropout=0.1)
+    return build(config, rngs=nnx.Rngs(rng))
+
 
 SUMS, MIXES = [], []
 TEXT = {"tokens": below(WORDS, LENGTH), "targets": below(WORDS, LENGTH), "mask": lengths(LENGTH)}
@@ -31,10 +114,11 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 # Language models.
 
 
-@entry(SUMS, init_block, batch_of(**TEXT))
+@entry(SUMS, init_gpt, batch_of(**TEXT))
 def gpt_with_padding(model, batch, rng):
-    nll = cross_entropy(model(batch["tokens"]), batch["targets"])
-    hits = (model(batch["tokens"]).argmax(-1) == batch["targets"]) * batch["mask"]
+    logits = model(batch["tokens"], rng=rng)
+    nll = cross_entropy(logits, batch["targets"])
+    hits = (logits.argmax(-1) == batch["targets"]) * batch["mask"]
     return jdp.Loss((nll * batch["mask"]).sum(), batch["mask"].sum(), {"accuracy": hits.sum()})
 
 

@@ -3,8 +3,7 @@
 import jax
 import optax
 import pytest
-from loss_entries import Entry
-from losses_table import MIXES, SUMS
+from losses_table import MIXES, SUMS, Entry
 from trainings import plan_of
 
 import jdp
