@@ -1,12 +1,8 @@
 """The descriptions of GPUs that jdp ships are those of the devices of this machine."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from described_gpus import device_fields, differences
-from paths import ROOT
+from own_process import python
 
 from jdp.base.chips import GPUS
 from jdp.foresight.targets import resolve as targets
@@ -14,16 +10,10 @@ from jdp.foresight.targets import resolve as targets
 pytestmark = pytest.mark.gpu
 
 
-def python(code: str, **environ: str | None) -> subprocess.CompletedProcess[str]:
-    """`code` in a process of its own, where jax has not started, with environment variables set or (None) removed."""
-    env = {k: v for k, v in (os.environ | environ).items() if v is not None}
-    return subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
-
-
 @pytest.mark.skipif(not targets._has_driver(), reason="about the GPU of this machine")
 def test_the_shipped_description_is_the_device_at_hand(tmp_path):
     code = "import jax; print(jax.devices()[0].device_kind, jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))).sum())"
-    done = python(code, JAX_PLATFORMS="cuda", XLA_FLAGS=f"--xla_dump_to={tmp_path}")
+    done = python("-c", code, JAX_PLATFORMS="cuda", XLA_FLAGS=f"--xla_dump_to={tmp_path}")
     assert done.returncode == 0, done.stderr
     text = next(tmp_path.glob("*gpu_target_config.pbtxt")).read_text()
     kinds = [kind for kind, gpu in GPUS.items() if gpu.name in done.stdout]

@@ -1,13 +1,13 @@
 """The wheel has jdp and the experiments it ships, and trains one of them in any folder, without the clone."""
 
 import importlib.util
-import os
 import subprocess
 import sys
 import zipfile
 from email.parser import Parser
 
 import pytest
+from own_process import python
 from paths import EXPERIMENTS, ROOT
 
 import jdp
@@ -55,28 +55,22 @@ def test_its_metadata(unpacked):
     assert (folder / "entry_points.txt").read_text().split() == ["[console_scripts]", "jdp", "=", "jdp.cli.main:main"]
 
 
-def in_folder(folder, unpacked, *words):
-    """Run Python in a folder, with the unpacked wheel in place of the clone; return the ended process."""
-    command = [sys.executable, *words]
-    variables = os.environ | {"PYTHONPATH": str(unpacked), "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False)
-
-
 def test_a_name_is_read_from_the_wheel(unpacked, tmp_path):
     """A new file of a shipped experiment is as the clone writes it."""
-    done = in_folder(tmp_path, unpacked, "-c", IMPORTED, str(unpacked))
+    there = {"cwd": tmp_path, "PYTHONPATH": str(unpacked), "JAX_PLATFORMS": "cpu"}
+    done = python("-c", IMPORTED, str(unpacked), **there)
     assert done.returncode == 0, done.stderr
-    done = in_folder(tmp_path, unpacked, "-m", "jdp", "new", "mine", "--from", "gpt2_124m")
+    done = python("-m", "jdp", "new", "mine", "--from", "gpt2_124m", **there)
     assert done.returncode == 0, done.stderr
     assert "gpt2-124m" in (tmp_path / "mine.toml").read_text()
-    done = in_folder(tmp_path, unpacked, "-m", "jdp", "plan", "quick")
+    done = python("-m", "jdp", "plan", "quick", **there)
     assert done.returncode == 2 and "did you mean quickstart? jdp ships continue_pretraining" in done.stderr
 
 
 @pytest.mark.rest
 def test_the_quickstart_trains_in_another_folder(unpacked, tmp_path):
     words = ["-m", "jdp", "train", "quickstart", *SMALL.split(), "--model.heads", "2"]
-    done = in_folder(tmp_path, unpacked, *words)
+    done = python(*words, cwd=tmp_path, PYTHONPATH=str(unpacked), JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr
     assert "step 2/2  loss " in done.stdout
     assert (tmp_path / "runs" / "quickstart" / "summary.json").is_file()

@@ -8,6 +8,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from own_process import python
 from paths import ROOT, SUPPORT
 from storage_servers import copies, whole
 
@@ -205,15 +206,8 @@ for seed in range(kills):
 
 @pytest.mark.rest
 def test_a_kill_loses_nothing_committed(tmp_path):
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),  # compiled by the first visit
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    command = [sys.executable, "-W", "ignore", "-c", VISITS, str(tmp_path / "run"), str(KILLS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    done = python("-W", "ignore", "-c", VISITS, tmp_path / "run", KILLS, JAX_PLATFORMS="cpu", XLA_FLAGS="", **kept)
     assert done.returncode == 0, done.stderr[-3000:]
     begun = [int(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("visit")]
     assert len(begun) == KILLS and (np.diff(begun) >= 1).all(), "each visit keeps at least the step that it committed"

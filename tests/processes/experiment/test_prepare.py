@@ -2,15 +2,12 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from guide_folders import CHAT_TEMPLATE, TEXTS, write_chat_llama, write_llama
-from own_process import ROOT
+from own_process import python
 from paths import EXPERIMENTS
 from tiny_runs import rows
 
@@ -32,11 +29,6 @@ def exchange(question, answer):
 
 
 CHAT = [*exchange("one?", "It is 1."), *exchange("more?", "It is 2.")]
-
-
-def ran(script, *arguments, cwd):
-    command = [sys.executable, str(PREPARE / script), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +105,7 @@ def test_a_chat_is_learnt_from_its_answers(llama, capsys):
     (llama / "generation_config.json").write_text('{"eos_token_id": 0, "top_p": 0.9}')
     chats = (exchange(f"What is one more than {number}?", f"It is {number + 1}.") for number in range(120))
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    done = ran("chats_to_ids.py", "llama", "chats.jsonl", "chats.parquet", cwd=folder)
+    done = python(PREPARE / "chats_to_ids.py", "llama", "chats.jsonl", "chats.parquet", cwd=folder)
     assert done.returncode == 0, done.stderr
     given = {"data.source": f"hf:parquet:{folder}/chats.parquet", "train.steps": 40, "train.export": "hf"}
     run = trained("sft_chat", folder, **given, **{"train.accumulate": 1})
@@ -147,7 +139,7 @@ def test_text_is_learnt_from_its_ids(tmp_path):
     }
     (tmp_path / "llama/tokenizer.json").write_text(json.dumps(table))
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""]))
-    done = ran("text_to_ids.py", "llama", "texts.jsonl", "ids.parquet", cwd=tmp_path)
+    done = python(PREPARE / "text_to_ids.py", "llama", "texts.jsonl", "ids.parquet", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     options = {"length": 16, "heldout_fraction": 0.2}
     own = text_data(f"hf:json:{tmp_path}/texts.jsonl", tokenizer=f"{tmp_path}/llama", **options)
@@ -158,5 +150,5 @@ def test_text_is_learnt_from_its_ids(tmp_path):
     given = {"data.source": f"hf:parquet:{tmp_path}/ids.parquet", "data.ids": "input_ids", "train.steps": 20}
     losses = rows(trained("finetune_hf_llama", tmp_path, **given), "loss")
     assert losses[20] < losses[1] - 1
-    done = ran("text_to_ids.py", "llama", "texts.jsonl", "ids.parquet", "body", cwd=tmp_path)
+    done = python(PREPARE / "text_to_ids.py", "llama", "texts.jsonl", "ids.parquet", "body", cwd=tmp_path)
     assert done.returncode == 1 and 'there is no column "body" in texts.jsonl, which has text' in done.stderr

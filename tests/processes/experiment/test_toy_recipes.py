@@ -7,8 +7,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 
 import hf_reference
 import jax
@@ -197,8 +195,8 @@ PICTURES = {
 def textures(tmp_path_factory):
     """Class folders of JPEGs, by the program that the notes name."""
     folder = tmp_path_factory.mktemp("textures")
-    program = [sys.executable, str(EXPERIMENTS / "pictures.py"), "--textures", str(folder)]
-    subprocess.run(program, check=True, capture_output=True)
+    done = python(EXPERIMENTS / "pictures.py", "--textures", folder)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from own_process import ROOT, python, start_python
+from own_process import python, start_python
 
 from jdp.base import machine
 from jdp.cli import launch as command
@@ -78,20 +77,6 @@ os.write(1, b"caf\\xe9, and no newline")
         assert lines_of(rank, shown.out)[:-1] == expected
         assert lines_of(rank, shown.out)[-1].endswith("and no newline")
     assert not shown.err
-
-
-def test_lines_arrive_while_the_processes_run(tmp_path):
-    text = WAIT + "print('first'); wait_for('read')"
-    command = [*program(tmp_path, text), str(tmp_path)]
-    code = f"from jdp.launch import launch; launch({command!r}, 1)"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "[0] first\n"
-        (tmp_path / "read").touch()
-        assert process.wait() == 0, "the line came before its process ended"
 
 
 def test_gloos_chatter_is_left_out(tmp_path, capfd):
