@@ -2,13 +2,13 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
-from paths import EXPERIMENTS
+from own_process import python
+from paths import EXPERIMENTS, ROOT
 
 BENCHMARKS = EXPERIMENTS / "benchmarks"
+PROGRAMS = {file.stem for file in BENCHMARKS.glob("*.py") if "finish(" in file.read_text()}
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +28,13 @@ def test_the_readme_has_the_measured_table(every):
 
 
 def test_every_benchmark_is_run(every):
-    programs = {file.stem for file in BENCHMARKS.glob("*.py") if "finish(" in file.read_text()} - {"measure"}
-    assert {words[0] for words in every.RUNS} == programs
+    assert {words[0] for words in every.RUNS} == PROGRAMS - {"measure"}
     assert len(set(every.RUNS)) == len(every.RUNS), "no run twice"
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py") if "finish(" in file.read_text()))
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
 def test_a_benchmark_starts(name):
     """Its models and targets are made when it is imported; one that fails there measures nothing."""
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *(["--help"] if name != "measure" else [])]
-    subprocess.run(command, check=True, capture_output=True, cwd=BENCHMARKS.parents[1])
+    done = python(BENCHMARKS / f"{name}.py", *(["--help"] if name != "measure" else []), cwd=ROOT)
+    assert done.returncode == 0, done.stderr

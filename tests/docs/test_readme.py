@@ -1,12 +1,11 @@
 """The README tells the truth: its loop runs before and after the change, and its commands print what it shows."""
 
 import re
-import subprocess
-import sys
 import tomllib
 
 import jax
 import pytest
+from own_process import python
 from paths import ROOT
 from test_guides import VIRTUAL, blocks
 
@@ -47,7 +46,7 @@ def test_snippet_and_changed_loop_learn(word):
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command.split()[1] for command, _ in SHOWN])
 def test_commands_print_what_is_shown(command, shown):
     """Some of their lines, as they stand; rounding, which differs between processors, without its numbers."""
-    done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", *command.split(), cwd=ROOT, timeout=1200)
     assert done.returncode == 0, done.stderr
     real = done.stdout.splitlines()
     for line in shown.splitlines():
@@ -82,8 +81,8 @@ def test_its_picture_says_what_it_shows():
 @pytest.mark.aot
 def test_its_picture_is_made_again(tmp_path):
     """By its program, from the compiled steps; labels are text, apart from one another."""
-    command = [sys.executable, "experiments/pictures.py", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    done = python("experiments/pictures.py", tmp_path, cwd=ROOT, timeout=1200)
+    assert done.returncode == 0, done.stderr
     drawn = (tmp_path / "memory.svg").read_text(encoding="utf-8")
     assert drawn == (ROOT / ".github" / "pictures" / "memory.svg").read_text(encoding="utf-8")
     assert "mathdefault" not in drawn

@@ -5,14 +5,13 @@ import inspect
 import pkgutil
 import re
 import shutil
-import subprocess
-import sys
 import time
 from html import unescape
 from types import ModuleType
 
 import pytest
 from chromium import MISSING, Chromium, find_chromium
+from own_process import python
 from paths import ROOT
 
 import jdp
@@ -24,8 +23,7 @@ PUBLIC = ("jdp", "jdp.checkpoint", "jdp.data", "jdp.export", "jdp.guard", "jdp.m
 def site(tmp_path_factory):
     """What the command in CONTRIBUTING.md writes; `--strict`: a link or an anchor that leads nowhere is an error."""
     folder = tmp_path_factory.mktemp("site")
-    command = ["mkdocs", "build", "--strict", "-f", ".ci/site/mkdocs.yml", "-d", str(folder)]
-    built = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    built = python("-m", "mkdocs", "build", "--strict", "-f", ".ci/site/mkdocs.yml", "-d", folder, cwd=ROOT)
     assert built.returncode == 0, built.stderr[-4000:]
     yield folder
     shutil.rmtree(folder)

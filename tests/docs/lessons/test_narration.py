@@ -49,16 +49,6 @@ def test_reports_stand_below_the_tables(capsys):
     assert not err and before == (logger.level, logger.propagate, list(logger.handlers))
 
 
-def test_an_exception_prints_what_was_reported(capsys):
-    def lesson():
-        notice_anywhere("another report of test_narration")
-        raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        narration.tell(lesson)
-    assert capsys.readouterr().err == "another report of test_narration\n"
-
-
 @pytest.mark.parametrize("lesson", PROGRAMS, ids=lambda path: path.stem)
 def test_every_lesson_keeps_reports_from_its_tables(lesson):
     assert lesson.read_text("utf-8").endswith("    tell(main)\n")

@@ -54,10 +54,18 @@ def test_the_model_of_time():
     assert lesson.seconds("ring", 8, equal, 5e-6, 1e11) == pytest.approx(lesson.seconds("naive", 8, equal, 5e-6, 1e11))
 
 
-@pytest.mark.parametrize("given", ["FOLDER", "FOLDER/a.png", "FOLDER/file/a.svg"])
-def test_an_unwritable_picture_is_reported_first(given, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--gb-s", "0"], "argument --gb-s: takes a number above 0; given 0"),
+        (["--picture", "FOLDER"], "argument --picture: takes a file that"),
+        (["--picture", "FOLDER/a.png"], "argument --picture: takes a file that"),
+        (["--picture", "FOLDER/file/a.svg"], "argument --picture: takes a file that"),
+    ],
+)
+def test_a_bad_option_is_reported_first(given, words, tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as left:
-        lesson.main(["--picture", given.replace("FOLDER", str(tmp_path))])
+        lesson.main([word.replace("FOLDER", str(tmp_path)) for word in given])
     assert left.value.code == 2
-    assert "argument --picture: takes a file that" in capsys.readouterr().err
+    assert words in capsys.readouterr().err

@@ -72,9 +72,8 @@ def test_the_lock_dies_with_its_process(tmp_path, capsys):
     folder = file.parent / "runs" / "points"
     folder.mkdir(parents=True)  # as a run that compiles has it
     hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True)"
-    command = [sys.executable, "-c", f"{hold}; input()", str(folder / LOCK)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout.readline() == b"held\n"
+    with start_python("-c", f"{hold}; input()", folder / LOCK, stdin=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == "held\n"
         assert "is in use by a run: wait for its end" in refused(capsys, "train", file, "--run-dir", tmp_path / "runs")
         assert [path.name for path in folder.iterdir()] == [LOCK]
         holder.kill()
