@@ -46,7 +46,7 @@ def test_snippet_and_changed_loop_learn(word):
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command.split()[1] for command, _ in SHOWN])
 def test_commands_print_what_is_shown(command, shown):
     """Some of their lines, as they stand; rounding, which differs between processors, without its numbers."""
-    done = python("-m", *command.split(), cwd=ROOT, timeout=1200)
+    done = python("-m", *command.split(), cwd=ROOT, timeout=3600)
     assert done.returncode == 0, done.stderr
     real = done.stdout.splitlines()
     for line in shown.splitlines():
@@ -81,7 +81,7 @@ def test_its_picture_says_what_it_shows():
 @pytest.mark.aot
 def test_its_picture_is_made_again(tmp_path):
     """By its program, from the compiled steps; labels are text, apart from one another."""
-    done = python("experiments/pictures.py", tmp_path, cwd=ROOT, timeout=1200)
+    done = python("experiments/pictures.py", tmp_path, cwd=ROOT, timeout=3600)
     assert done.returncode == 0, done.stderr
     drawn = (tmp_path / "memory.svg").read_text(encoding="utf-8")
     assert drawn == (ROOT / ".github" / "pictures" / "memory.svg").read_text(encoding="utf-8")

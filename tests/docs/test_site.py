@@ -23,7 +23,9 @@ PUBLIC = ("jdp", "jdp.checkpoint", "jdp.data", "jdp.export", "jdp.guard", "jdp.m
 def site(tmp_path_factory):
     """What the command in CONTRIBUTING.md writes; `--strict`: a link or an anchor that leads nowhere is an error."""
     folder = tmp_path_factory.mktemp("site")
-    built = python("-m", "mkdocs", "build", "--strict", "-f", ".ci/site/mkdocs.yml", "-d", folder, cwd=ROOT)
+    built = python(
+        "-m", "mkdocs", "build", "--strict", "-f", ".ci/site/mkdocs.yml", "-d", folder, cwd=ROOT, timeout=900
+    )
     assert built.returncode == 0, built.stderr[-4000:]
     yield folder
     shutil.rmtree(folder)

@@ -181,53 +181,42 @@ def test_a_signal_after_the_last_step_changes_nothing(tmp_path):
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] done", "[1] done"]), done.stdout
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    """A run whose process 1 gets SIGSTOP after a few steps: the launched command as it ended, and the run's folder."""
-    folder = tmp_path_factory.mktemp("stopped")
+@pytest.mark.rest
+def test_a_hanging_process_is_named_and_all_leave(tmp_path):
+    """On stderr, in the event log with the stack, and by `jdp why`, after a SIGSTOP to process 1.
+
+    The deadline is 8 seconds: more than a step takes beside a launch that loads its libraries on busy cores, less than
+    a silent process has (20), or than JAX needs, which aborts 30 to 60 after the stop and names nobody.
+    """
     train = TRAIN | {"steps": 1_000_000, "eval_every": 0, "checkpoint_every": 0}  # a save has an hour
-    write_points(folder, points_text(tables(train=train)))
+    write_points(tmp_path, points_text(tables(train=train)))
     command = ["-m", "jdp", "launch", "-n", "2", "--devices-per-process", "1", "--", "points.toml"]
-    command += ["--run-dir", folder, "--guard.deadline_seconds", "8"]
-    with start_python(*command, cwd=folder, stderr=subprocess.STDOUT) as process:
+    command += ["--run-dir", tmp_path, "--guard.deadline_seconds", "8"]
+    events = tmp_path / "points" / "events"
+    with start_python(*command, cwd=tmp_path, stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 300
-        while not any(event["event"] == "step" for event in read_logs(folder / "points" / "events", "rank").get(1, [])):
+        while not any(event["event"] == "step" for event in read_logs(events, "rank").get(1, [])):
             if time.monotonic() > deadline or process.poll() is not None:
                 process.kill()  # else it trains a million steps
                 pytest.fail(process.communicate()[0])
             time.sleep(0.1)
-        start = next(event for event in read_logs(folder / "points" / "events", "rank")[1] if event["event"] == "start")
+        start = next(event for event in read_logs(events, "rank")[1] if event["event"] == "start")
         os.kill(start["pid"], signal.SIGSTOP)
         output, _ = process.communicate(timeout=120)
-    return process.returncode, output, folder / "points"
-
-
-@pytest.mark.rest
-def test_a_hanging_process_is_named_and_all_leave(stopped):
-    """The deadline is 8 seconds: more than a step takes beside a launch that loads its libraries on busy cores, less
-    than a silent process has (20), or than JAX needs, which aborts 30 to 60 after the stop and names nobody."""
-    code, output, _ = stopped
-    assert code == 75, output
+    assert process.returncode == 75, output
     assert re.search(r"process 0 of 2: deadline: After step \d+, .* did not end in 8 seconds\. ", output), output
     assert re.search(r"Process 1 does not answer: \d+ seconds ago it was at step [\d,]+, ", output), output
     assert "most recent call first" in output and "loop.py" in output
 
-
-@pytest.mark.rest
-def test_the_event_log_has_deadline_and_stack(stopped):
-    _, _, folder = stopped
-    ranks = read_logs(folder / "events", "rank")
+    ranks = read_logs(events, "rank")
     last = ranks[0][-1]
     assert last["event"] == "deadline" and "Process 1 does not answer" in last["words"]
     assert any("loop.py" in frame for frame in last["stack"])
     assert ranks[1][-1]["event"] not in ENDS, "it was stopped in the middle"
-    ((supervisor,),) = read_logs(folder / "events", "node").values()
+    ((supervisor,),) = read_logs(events, "node").values()
     assert supervisor["event"] == "ended" and supervisor["words"].startswith("process 0 of 2 ended with exit code 75")
 
-
-@pytest.mark.rest
-def test_why_names_the_process_that_was_stopped(stopped):
-    found = diagnose(stopped[2])
+    found = diagnose(tmp_path / "points")
     assert (found.state, found.began) == ("deadline", 1)
     assert found.words[0].startswith("It hung: After step ")
 
