@@ -18,7 +18,6 @@ from trainings import assert_close
 from trainings import plan_of as _plan_of
 
 import jdp
-from jdp.base import notices
 
 BOUND, ROWS, STEPS = 1e-5, 72, 10
 LAST = optax.contrib.MuonDimensionNumbers(-2, -1)
@@ -207,19 +206,17 @@ def naive_muon(*names):
     return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dict.fromkeys(names, LAST))
 
 
-def test_the_cost_of_products_is_reported_once(caplog, monkeypatch):
+def test_the_cost_of_products_is_reported_once(reported):
     """Of the sharded leaves alone; and nothing of `jdp.muon`, of norms and factors, or under ddp."""
-    monkeypatch.setattr(notices, "_said", set())
-    caplog.set_level("INFO", "jdp")
     shapes = {"u": (6, 16, 24), "one": (32, 24), "odd": (11, 13), "bias": (4, 4)}
     is_matrix = lambda params: jax.tree.map(lambda x: LAST if x.ndim > 2 else None, params)  # noqa: E731
     for tx in (jdp.muon(1e-2, muon_weight_dimension_numbers=is_matrix), optax.adafactor(), optax.lamb(1)):
         start(plan_of("zero3"), shapes, tx)
     start(plan_of("ddp"), shapes, optax.contrib.muon(1e-2))
-    assert not [line for line in caplog.messages if "products of" in line]
+    assert not [line for line in reported() if "products of" in line]
     for _ in range(2):
         start(plan_of("zero3"), shapes, naive_muon(*shapes))
-    [said] = [line for line in caplog.messages if "products of" in line]
+    [said] = [line for line in reported() if "products of" in line]
     assert said == (
         "the optimizer's update takes matrix or inner products of u [6, 16, 24] and 1 more, 12 KiB that zero3 shards: "
         "XLA gathers them or sums partial products, in addition to the traffic that zero3 promises; jdp.verify counts "

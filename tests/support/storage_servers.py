@@ -56,14 +56,12 @@ def google_bucket(monkeypatch) -> Generator[str]:
 
 
 @pytest.fixture
-def quick_mirror(monkeypatch) -> None:
+def quick_mirror(monkeypatch, fresh_notices) -> None:
     """A mirror looks for checkpoints at once, tries again soon, and says its notices anew."""
-    from jdp.base import notices
     from jdp.checkpoint import errors, mirror
 
     monkeypatch.setattr(mirror, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(errors, "_FIRST_PAUSE", 0.05)
-    notices._said.clear()
 
 
 def storage(address):
