@@ -85,9 +85,9 @@ class _Examination:
 
     def examine(self) -> int:
         from jdp.core.cluster.barrier import from_first_process
-        from jdp.launch.doctor import Finding, examine_cache, examine_disk, examine_versions
+        from jdp.launch.doctor import Finding, examine_disk, examine_versions
 
-        self.findings += [*examine_versions(), *examine_disk(self.run_folder or self.options.run_dir), examine_cache()]
+        self.findings += [*examine_versions(), *examine_disk(self.run_folder or self.options.run_dir)]
         choose_platform()
         try:
             if not self._join() or not self._examine_together():

@@ -3,16 +3,13 @@
 import dataclasses
 import json as as_json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jdp.base.formatting import format_bytes, format_percent, format_seconds
 from jdp.base.toml import brief
 from jdp.cli.options import (
     UsageError,
@@ -52,7 +49,7 @@ class Options:
     --strategy, --accumulate (one number) and --json."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
     """Devices to plan for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
-    machine's. Several targets, separated by commas (h100:1x8,h100:8x8,h100:64x8), are compared in one table."""
+    machine's. An experiment's targets, separated by commas (h100:1x8,h100:8x8,h100:64x8), are compared in one table."""
     strategy: Annotated[str, tyro.conf.arg(metavar="NAMES")] = "ddp,zero1,zero2,zero3"
     """Strategies to compile, separated by commas."""
     accumulate: Annotated[str | None, tyro.conf.arg(metavar="COUNTS")] = None
@@ -77,7 +74,7 @@ def run(arguments: list[str]) -> int:
     targets = [None] if options.target is None else words(options.target, "--target")
     if is_program(options.file):
         check_program(options, overrides, TAKEN)
-        return _one(options, targets[0]) if len(targets) == 1 else _several(options, targets)
+        return _program(options, targets)
     if len(targets) > 1 and options.html is not None:
         raise UsageError(f"--html writes a page on one target; given {len(targets)}: name one --target, or remove it")
     check_writable(options.html)
@@ -239,49 +236,17 @@ def _number(value: float) -> str:
     return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
 
 
-# A user's program: any step, on one target or several.
+# A user's program: any step.
 
 
 TAKEN = ("file", "target", "no_cache", "json")
-_HEADINGS = ("target", "holds", "of its memory", "sends", "computes", "waits", "step")
 
 
-def _one(options: Options, target: str | None) -> int:
+def _program(options: Options, targets: Sequence[str | None]) -> int:
     assert options.file is not None
+    if len(targets) > 1:
+        raise UsageError(f"a program is compiled for one --target; given {options.target}: run jdp plan for each")
     with stdout_to_stderr():  # the user's file may print
-        _, report = forecast_on(options.file, target, cache=not options.no_cache)
+        _, report = forecast_on(options.file, targets[0], cache=not options.no_cache)
     print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)
     return 0
-
-
-def _several(options: Options, targets: Sequence[str | None]) -> int:
-    """Compile for each target in a separate process, whose `jax.devices()` are as many as the target's."""
-    reports = list[dict[str, Any]]()
-    for target in targets:
-        command = [sys.executable, "-m", "jdp", "plan", str(options.file), f"--target={target}", "--json"]
-        done = subprocess.run(
-            [*command, *(["--no-cache"] if options.no_cache else [])], stdout=subprocess.PIPE, text=True, check=False
-        )
-        if done.returncode:
-            return done.returncode  # its error is on stderr
-        reports.append(as_json.loads(done.stdout))
-    if options.json:
-        print(as_json.dumps({"targets": reports}, allow_nan=False))
-        return 0
-    from jdp.cli.terminal import show_table
-
-    show_table(f"{options.file} on {len(reports)} targets (simulated)", _HEADINGS, [*map(_program_row, reports)])
-    notes = dict.fromkeys(note for report in reports for note in report["notes"])
-    print("", *(f"Note: {note}" for note in notes), sep="\n")
-    print(f"By argument and source line: jdp plan {options.file} with one --target.")
-    return 0
-
-
-def _program_row(report: dict[str, Any]) -> tuple[str, ...]:
-    """Return the cells of a target: bytes and times per device and step."""
-    memory, schedule = report["memory"], report["schedule"]
-    share = "–" if memory["headroom"] is None else format_percent(memory["total"] / memory["headroom"]["available"])
-    names = ("compute_seconds", "exposed_seconds", "step_seconds")
-    times = ("–",) * 3 if schedule is None else tuple(format_seconds(schedule[name]) for name in names)
-    sends = format_bytes(report["wire_bytes_per_device"])
-    return report["target"], format_bytes(memory["total"]), share, sends, *times

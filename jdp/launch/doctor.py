@@ -25,7 +25,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from packaging.requirements import Requirement
 
-from jdp.base.disk_cache import default_folder, without_home
 from jdp.base.formatting import format_bytes, format_rate, format_seconds, listed
 from jdp.base.machine import has_nvidia
 from jdp.core.cluster.barrier import from_every_process, from_first_process, named
@@ -206,14 +205,6 @@ def examine_disk(folder: Path) -> list[Finding]:
     if not status.f_files:  # Btrfs and some network file systems have no fixed number
         inodes = Finding("inodes", "ok", f"without a limit at {folder}")
     return [examine_room(folder), inodes, _writing(folder)]
-
-
-def examine_cache() -> Finding:
-    """Check that the cache of compiled programs and tokens has a folder."""
-    folder = default_folder()
-    mend = "export JDP_CACHE_DIR=FOLDER, a folder that this user can write"
-    found = without_home(folder)
-    return Finding.judged("cache", found or str(folder), mend, note=found is not None)
 
 
 def examine_room(folder: Path, checkpoint: Path | None = None) -> Finding:

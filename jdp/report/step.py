@@ -3,7 +3,7 @@
 Both have their numbers beside them as tables. Of the timeline:
 
 1. `_blocks` turns the events of a step into blocks, few enough for a page. Neighbours too short to distinguish are
-   merged; rounds of a loop in one event stay one block.
+   merged. Rounds of a loop in one event stay one block, in each lane as long as that lane is busy.
 2. `waits` finds when the compute lane is idle. In the model of `timing.timeline`, idle time is exposed communication.
 3. `_drawing` turns blocks into rectangles and words for the template.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
@@ -128,7 +128,6 @@ class Block:
     kind: str  # CSS class
     title: str  # its tooltip
     times: int = 1  # rounds of a loop that it represents
-    busy: float = 1.0  # the share of `seconds` in which the lane is busy: the height of its filling
 
     @property
     def end(self) -> float:
@@ -163,13 +162,12 @@ def _blocks(timeline: Timeline, axis_seconds: float, most: int) -> list[Block]:
         stretches = _stretches_of(ordered, axis_seconds / (_FINEST >> halvings))
         if len(stretches) <= most:
             break
-    blocks, waiting = [*map(_merged, stretches)], waits(timeline)
-    longest = sorted(waiting, key=lambda gap: gap[0] - gap[1])[: most // 4]
+    longest = sorted(waits(timeline), key=lambda gap: gap[0] - gap[1])[: most // 4]
     idle = [
         Block(COMPUTE, start, end - start, "waiting", f"waiting for communication, {format_seconds(end - start)}")
         for start, end in sorted(longest)
     ]
-    return [*(_spread(block, blocks, waiting) for block in blocks), *idle]
+    return [*map(_merged, stretches), *idle]
 
 
 def _stretches_of(ordered: Iterable[Event], finest: float) -> list[list[Event]]:
@@ -215,22 +213,6 @@ def tail(text: str, most: int) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
-def _spread(block: Block, others: Sequence[Block], waiting: Sequence[tuple[float, float]]) -> Block:
-    """Widen a loop's communication to its rounds, and fill it to the share of time in which it is busy.
-
-    `timing.timeline` gives the remaining rounds as one event in each lane, as long as that lane is busy.
-    """
-    if block.lane == COMPUTE or block.times == 1:
-        return block
-    computing = (each for each in others if each.lane == COMPUTE and each.times == block.times)
-    partner = next((each for each in computing if each.start <= block.start < each.end), None)
-    if partner is None:
-        return block
-    end = next((stop for start, stop in waiting if math.isclose(start, partner.end)), partner.end)
-    wide = max(end - block.start, block.seconds)
-    return replace(block, seconds=wide, busy=block.seconds / wide)
-
-
 def waits(timeline: Timeline) -> list[tuple[float, float]]:
     """Return (start, end) of each wait of the compute lane, in order.
 
@@ -258,11 +240,9 @@ def _drawing(timeline: Timeline, axis_seconds: float, most: int) -> dict[str, An
     blocks, scale = _blocks(timeline, axis_seconds, most), _WIDTH / axis_seconds
     rectangles: list[tuple[str, int, int, int, int, str]] = []  # kind, x, y, width, height, title
     for block in blocks:
-        left, filled, top = round(block.start * scale), max(round(block.busy * _HEIGHT), 1), _TOP[block.lane]
+        left = round(block.start * scale)
         width = max(round(block.end * scale) - left, 1)
-        if filled < _HEIGHT:
-            rectangles.append(("rest", left, top, width, _HEIGHT, block.title))
-        rectangles.append((block.kind, left, top + _HEIGHT - filled, width, filled, block.title))
+        rectangles.append((block.kind, left, _TOP[block.lane], width, _HEIGHT, block.title))
     return {
         "rectangles": rectangles,
         "ticks": _ticks(axis_seconds),

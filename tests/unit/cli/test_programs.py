@@ -210,23 +210,14 @@ def test_a_mistake_is_one_error(program, capsys, name):
     assert re.search(words, refused(capsys, "verify", file, *options))
 
 
-@pytest.mark.rest
-def test_a_plan_has_a_row_per_target(program, capsys):
-    """Each as if it were alone: a function that counts the devices finds the target's."""
-    program.write_text(PROGRAM.replace("array((16, 64)", "array((2 * len(devices), 64)"))
-    assert cli.main(["plan", "own_step.py:without_devices", "--target", "cpu:2,cpu:4", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["targets"]
-    assert [each["wire_bytes_per_device"] for each in rows] == [64 * 64 * 4, 1.5 * 64 * 64 * 4]
-    assert [each["memory"]["arguments"][1]["bytes"] for each in rows] == [2 * 64 * 4] * 2
-    assert not any("mesh" in note for each in rows for note in each["notes"])
-
-
 @pytest.mark.aot
 def test_a_plan_of_one_target_is_the_report(program, capsys):
     assert cli.main(["plan", "own_step.py:make_step", "--target", "h100:1x8"]) == 0
     assert capsys.readouterr().out.startswith("step on data=8 for h100:1x8\nA device sends 28 KiB a step.\n")
     error = refused(capsys, "plan", "own_step.py:make_step", "--target", "h100:1x8", "--host-memory", "9")
     assert "--host-memory is for an experiment; given the program own_step.py:make_step" in error
+    error = refused(capsys, "plan", "own_step.py:make_step", "--target", "h100:1x8,cpu:2")
+    assert "a program is compiled for one --target; given h100:1x8,cpu:2: run jdp plan for each" in error
 
 
 # Comparison, in numbers
