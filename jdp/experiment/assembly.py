@@ -39,11 +39,12 @@ from jdp.experiment.losses import loss_of
 from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.timing.model_flops import seconds_at_peak
-from jdp.guard.memory_check import check_batch, check_state, check_weights
+from jdp.guard.memory_check import check_batch, check_state
 from jdp.guard.nonfinite import Inspection
 from jdp.models import GPTConfig, ModelConfig, ViTConfig
-from jdp.models.configs import parameter_lower_bound
 from jdp.models.construction import build, parameter_shapes
+
+MOST_PARAMETERS = 2**50
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,9 @@ class Assembly:
         return seconds_at_peak(self.training.step, self.training.abstract_state, self.inputs.abstract_batch)
 
     def check_memory(self) -> None:
-        """Check, before data is read, that weights, a batch and the state can fit into memory. Raises ValueError."""
-        given, config = self.experiment, self.training.config
-        count = parameter_lower_bound(config) if isinstance(config, ModelConfig) else 0  # others must be traced first
-        check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
-        check_batch(self.inputs.abstract_batch, given.train.batch_size)
-        check_state(self.training.abstract_state, self.mesh, given.strategy)
+        """Check, before data is read, that a batch and the state can fit into memory. Raises ValueError."""
+        check_batch(self.inputs.abstract_batch, self.experiment.train.batch_size)
+        check_state(self.training.abstract_state, self.mesh, self.experiment.strategy)
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,11 @@ class Training:
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
+        """The state's shapes and shardings. Raises ExperimentError if it is too large for XLA to compile."""
+        state = abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
+        if (count := sum(leaf.size for leaf in jax.tree.leaves(state.params))) > MOST_PARAMETERS:
+            raise ExperimentError(f"a model has at most 2^50 parameters; given {count:.1e}: lower its sizes")
+        return state
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return the state with its averaged parameters (`optimizer.ema_decay`), or unchanged if it has none."""

@@ -1,6 +1,6 @@
 """The losses of an experiment: the user's, or jdp's sums over examples, with the weights to divide by.
 
-An evaluation may also measure top-k accuracies, `tops`: name -> k.
+An evaluation of classes may also measure top-k accuracies, `tops`: name -> k.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.make import function_of
 from jdp.experiment.schema.tables import tops
 from jdp.models import classification_loss
-from jdp.models.losses import next_token_scores, ranks
+from jdp.models.losses import ranks
 
 
 def loss_of(experiment: Experiment) -> LossFn:
@@ -30,22 +30,13 @@ def loss_of(experiment: Experiment) -> LossFn:
 def eval_loss_of(experiment: Experiment) -> LossFn:
     if not (ranked := tops(experiment.train.eval_metrics)):
         return loss_of(experiment)
-    losses = {"text": text_scores, "images": image_loss, "features": features_loss}
-    return functools.partial(losses[experiment.kind], tops=ranked)
+    return functools.partial({"images": image_loss, "features": features_loss}[experiment.kind], tops=ranked)
 
 
 def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
     """Compute the next-token cross-entropy in nats, summed over the tokens whose weight is not 0."""
-    return Loss(*model.loss(batch["tokens"], batch["targets"], batch["weights"], rng=rng, **_packed(batch)))
-
-
-def text_scores(model: Any, batch: Batch, rng: jax.Array | None, *, tops: Mapping[str, int]) -> Loss:
-    """Compute `text_loss`, and accuracies of the next token."""
-    features = model.features(batch["tokens"], rng=rng, **_packed(batch))
-    head = model.embed.tokens if model.head is None else model.head.kernel
-    nats, rank = next_token_scores(features, head[...], batch["targets"], tied=model.head is None)
-    weights = batch["weights"].astype(jnp.float32)
-    return Loss(jnp.sum(nats * weights), jnp.sum(weights), _accuracies(rank, weights, tops))
+    packed = {"segments": batch["segments"]} if "segments" in batch else {}
+    return Loss(*model.loss(batch["tokens"], batch["targets"], batch["weights"], rng=rng, **packed))
 
 
 def image_loss(model: Any, batch: Batch, rng: jax.Array | None, *, tops: Mapping[str, int] | None = None) -> Loss:
@@ -61,17 +52,8 @@ def features_loss(model: Any, batch: Batch, rng: jax.Array | None, *, tops: Mapp
     return _classified(model(batch["features"], rng=rng), batch, tops or {})
 
 
-def _packed(batch: Batch) -> dict[str, Any]:
-    return {"segments": batch["segments"]} if "segments" in batch else {}
-
-
-def _accuracies(rank: jax.Array, weights: jax.Array, tops: Mapping[str, int]) -> dict[str, Any]:
-    """Return, for each k, the sum of the weights of labels among the k most likely."""
-    return {name: jnp.sum(weights * (rank < most)) for name, most in tops.items()}
-
-
 def _classified(logits: jax.Array, batch: Batch, tops: Mapping[str, int]) -> Loss:
     labels, weights = batch["labels"], batch["weights"]
     total, weight, right = classification_loss(logits, labels, weights)
-    more = _accuracies(ranks(logits, labels), weights, tops) if tops else {}
-    return Loss(total, weight, {**more, "accuracy": right})
+    rank = ranks(logits, labels)  # XLA drops it without `tops`
+    return Loss(total, weight, {"accuracy": right, **{name: jnp.sum(weights * (rank < k)) for name, k in tops.items()}})

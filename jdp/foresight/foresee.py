@@ -18,7 +18,6 @@ from jdp.base.errors import public
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
-from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState
 from jdp.core.step import Step
@@ -31,7 +30,6 @@ from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.traffic.contract import TOLERANCE
-from jdp.foresight.traffic.theory import ZeroRow, zero_bytes
 from jdp.foresight.verify import Report, operands, report
 
 OnProgress = Callable[[int, int, str], None]
@@ -208,13 +206,6 @@ class Estimate:
         return None if self.headroom is None else self.headroom.available
 
     @property
-    def closed_form(self) -> ZeroRow | None:
-        """Model state by ZeRO's closed form, 2 + 2 + 12 bytes a parameter (`zero_bytes`); None if not compiled."""
-        if self.report is None or not self.report.theory.parameters:
-            return None
-        return zero_bytes(self.report.theory.parameters, self.report.mesh[DATA], self.strategy)
-
-    @property
     def bytes_per_device(self) -> int | None:
         return None if self.memory is None else self.memory.total
 
@@ -277,7 +268,6 @@ class Estimate:
             "memory": None if memory is None else memory.by_class(),
             "host_bytes": 0 if memory is None else memory.host,
             "memory_advice": None if self.headroom is None else self.headroom.words,
-            "closed_form_bytes": None if self.closed_form is None else self.closed_form.total,
             "keeps_contract": None if report is None else report.kept,
             "like_zero2": None if report is None else report.like_zero2 or None,
             "step_seconds_range": self.step_range and [*self.step_range],
@@ -289,7 +279,7 @@ class Estimate:
         }
 
 
-MEMORY = ("candidate", "fits", "holds", "parameters", "optimizer", "temporaries", "other", "ZeRO's formula", "host")
+MEMORY = ("candidate", "fits", "holds", "parameters", "optimizer", "temporaries", "other", "host")
 """Headings of the table of memory; the last appears if a candidate keeps something in host memory."""
 SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
 
@@ -418,9 +408,8 @@ def _memory_row(estimate: Estimate) -> tuple[str, ...]:
     if memory is None:
         return (estimate.name, "no", "did not compile", *([""] * (len(MEMORY) - 3)))
     classes = (memory.parameters, memory.optimizer, memory.temporaries)
-    formula = 0 if estimate.closed_form is None else estimate.closed_form.total
     host = memory.host if estimate.host is None else estimate.host.total // estimate.host.devices
-    held = map(format_bytes, (memory.total, *classes, memory.total - sum(classes), formula, host))
+    held = map(format_bytes, (memory.total, *classes, memory.total - sum(classes), host))
     return (estimate.name, estimate.fits_in_words, *held)
 
 

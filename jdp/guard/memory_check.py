@@ -1,4 +1,4 @@
-"""Refuses a run or a proof before it is built if its weights, batch or state cannot fit into memory.
+"""Refuses a run or a proof before it is built if its batch or state cannot fit into memory.
 
 Only a lower bound is counted, sharded: no activations, and for a run no gradients or working copies (`jdp plan`
 compiles the step and counts them). It is compared with the total memory, not with the free memory, so a run that is
@@ -21,14 +21,6 @@ from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.state import TrainState
 from jdp.core.types import Batch, PyTree
 
-_WEIGHT_BYTES = 4  # master weights are float32
-
-
-def check_weights(count: int, mesh: Mesh, strategy: str, *, sharded: bool) -> None:
-    """Check `count` weights before the model is traced. Raises ValueError."""
-    each = _WEIGHT_BYTES * count / (mesh.size if sharded else 1)
-    _refuse("its weights", each, f"a model of {count:,} parameters or more", mesh, strategy)
-
 
 def check_batch(batch: Batch, rows: int) -> None:
     """Check this process' part of a global batch against this machine's memory. Raises ValueError."""
@@ -48,8 +40,20 @@ def check_state(state: TrainState, mesh: Mesh, strategy: str) -> None:
         for leaf in jax.tree.leaves(state)
         if on_cpu or getattr(leaf.sharding, "memory_kind", None) != PINNED
     )
-    model = f"a model of {sum(leaf.size for leaf in jax.tree.leaves(state.params)):,} parameters"
-    _refuse("its weights and the optimizer's state", held, model, mesh, strategy)
+    devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices if device.platform != "cpu"]
+    available = min(filter(None, limits), default=math.inf)  # infinity: unknown
+    described = f"a device has {format_bytes(available)}"
+    if on_cpu and devices and (memory := memory_bytes()) is not None:
+        share = f", which {len(devices)} devices share" if len(devices) > 1 else ""
+        available, described = memory / len(devices), f"this machine has {format_bytes(memory)}{share}"
+    if held > available:
+        raise UserError(
+            f"its weights and the optimizer's state must fit into the devices' memory; a model of "
+            f"{sum(leaf.size for leaf in jax.tree.leaves(state.params)):,} parameters needs {format_bytes(held)} for "
+            f"them on each of {mesh.size} devices under {strategy}, and {described}: make the model smaller"
+            f"{'' if strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"
+        )
 
 
 def check_proof(state: TrainState, *, devices: int, steps: int, precision: Precision, available: int | None) -> None:
@@ -68,23 +72,6 @@ def check_proof(state: TrainState, *, devices: int, steps: int, precision: Preci
             f"activations not counted, but {format_bytes(available)} are available. "
             "Prove a smaller model, fewer steps or fewer devices (such as --model.layers 2, "
             "--model.width 128, --steps 3, --devices 2)."
-        )
-
-
-def _refuse(what: str, each: float, model: str, mesh: Mesh, strategy: str) -> None:
-    """Raise ValueError if a device of this process has less memory; do nothing if its memory is unknown."""
-    devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices if device.platform != "cpu"]
-    available = min(filter(None, limits), default=math.inf)
-    described = f"a device has {format_bytes(available)}"
-    if devices and devices[0].platform == "cpu" and (memory := memory_bytes()) is not None:
-        share = f", which {len(devices)} devices share" if len(devices) > 1 else ""
-        available, described = memory / len(devices), f"this machine has {format_bytes(memory)}{share}"
-    if each > available:
-        raise UserError(
-            f"{what} must fit into the devices' memory; {model} needs {format_bytes(each)} for them on each of "
-            f"{mesh.size} devices under {strategy}, and {described}: make the model smaller"
-            f"{'' if strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"
         )
 
 

@@ -212,7 +212,16 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run, and this machine's number."""
+    """The machines of a run, and this machine's number.
+
+    Attributes:
+        count: number of nodes.
+        rank: number of this node, from 0.
+        coordinator: "HOST:PORT" of process 0, which is on node 0.
+
+    Raises:
+        ValueError: the values contradict each other, or the coordinator is not an address.
+    """
 
     count: int
     rank: int  # of this node, from 0

@@ -68,17 +68,20 @@ def launch(
     """Run `command` as processes of one cluster, and wait for all of them. Call it in the main thread.
 
     Args:
-        processes: their number on this machine, all with the same command.
-        devices_per_process: with NVIDIA GPUs, GPUs per process (default: an equal share); else virtual CPU devices.
+        command: program and arguments, the same for all.
+        processes: number of processes on this machine.
+        devices_per_process: on a machine with NVIDIA GPUs, number of GPUs per process (default: an equal share); else
+            number of virtual CPU devices (default: JAX's, one).
         clean_stdout: write process 0's stdout unchanged to stdout, and everything else to stderr.
-        grace_seconds: how long the processes may take to save and end after a signal before they are killed.
+        grace_seconds: how long the processes may take to save and end after SIGINT or SIGTERM before they are killed.
         environment: initial variables (default: those of this process).
         max_restarts: number of restarts of all processes after a failure.
-        log_dir: folder of a log file per process.
-        event_log: this node's log in the run's events.
-        reports_progress: the command reports its progress from its start, as `jdp train` does: if it fails three times
-            before any progress, it is not restarted.
-        nodes: the machines of the cluster, each of which calls this with the same command and number of processes.
+        log_dir: folder of a log file per process; None: no log files.
+        event_log: this node's log in the run's events, of the first failure and the restarts; None: no run.
+        reports_progress: True if the command reports its progress from its start, as `jdp train` does: if it fails
+            three times before any progress, it is not restarted.
+        nodes: the machines of the cluster, each of which calls this with the same command and number of processes;
+            None: only this machine.
 
     Returns:
         0 if all ended with 0, else the exit code of the first process that failed (128 + n for signal n). A process

@@ -1,9 +1,8 @@
-"""Configurations of the models, their rules, their sizes by name, and lower bounds of sizes; none of these needs JAX.
+"""Configurations of the models, their rules, and their sizes by name; none of these needs JAX.
 
 A broken rule is one error with the rule, the values given and the fix.
 """
 
-import itertools
 import math
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
@@ -388,38 +387,8 @@ SIZES: dict[str, ModelConfig] = {
 }
 
 
-def parameter_lower_bound(config: ModelConfig) -> int:
-    """Return a lower bound of the number of parameters: the large matrices, 80 to 100 % of `parameter_count`.
-
-    It refuses a model that is too large before a trace: ten million unscanned blocks take hours, and XLA crashes
-    on 10**18 layers.
-    """
-    match config:
-        case GPTConfig():
-            width, heads = config.width, (config.heads + config.key_value_heads) * config.head_width
-            layer = 2 * width * heads + (3 if config.gated else 2) * width * config.hidden_width
-            positions = config.context if config.positions == "learned" else 0
-            ends = config.vocab_size * (1 if config.tied else 2) + positions
-            return config.layers * layer + ends * width
-        case MLPConfig():
-            sizes = (config.features_in, *config.hidden, config.features_out)
-            return sum(before * after for before, after in itertools.pairwise(sizes))
-        case ResNetConfig():  # the convolutions and the head, without the first block's fewer inputs
-            total = config.features * config.classes
-            for stage, count in enumerate(config.blocks):
-                square = (config.width * 2 ** min(stage, 64)) ** 2  # beyond that it is too many anyway
-                basic = (2 * count - 1) * 9 * square
-                bottleneck = count * (9 + EXPANSION) * square + (count - 1) * 4 * square
-                total += basic if config.block == "basic" else bottleneck
-            return total
-        case ViTConfig():
-            layer = 4 * config.width**2 + 2 * config.width * (config.mlp_width or 4 * config.width)
-            ends = config.patches + config.patch**2 * config.channels + config.classes
-            return config.layers * layer + ends * config.width
-
-
 def traced_layers(config: ModelConfig) -> int:
-    """Return the number of layers to trace and compile; scanned layers count as one."""
+    """Return the number of layers to trace and compile; scanned layers count as one. Ten million would take hours."""
     match config:
         case MLPConfig():
             return len(config.hidden) + 1

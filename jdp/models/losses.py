@@ -259,22 +259,3 @@ def ranks(logits: jax.Array, labels: jax.Array) -> jax.Array:
     of_label = jnp.sum(jnp.where(is_label, logits, 0), axis=-1, keepdims=True)
     before = ~(logits <= of_label) | ((logits == of_label) & (classes < labels[..., None]))
     return jnp.sum(before, axis=-1, dtype=jnp.int32)
-
-
-def next_token_scores(
-    features: jax.Array, head: jax.Array, targets: jax.Array, *, tied: bool, chunk_bytes: int = CHUNK_BYTES
-) -> tuple[jax.Array, jax.Array]:
-    """Return the cross-entropy in nats, float32, and the rank, int32, of every target: both [batch, length].
-
-    The arguments are those of `linear_next_token_loss`, which also computes logits for some positions at a time.
-    """
-    batch, length, _ = features.shape
-    count, of_chunk = chunks(batch, length, head.shape[0 if tied else 1], chunk_bytes)
-
-    def score(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = product(_FORWARD[tied], part[0], head)
-        return nats(logits, part[1]), ranks(logits, part[1])
-
-    scores = jax.lax.map(score, tuple(in_chunks(x, count, of_chunk, 1)[:, 0] for x in (features, targets)))
-    of_nats, of_ranks = (jnp.moveaxis(x, 0, 1).reshape(batch, count * of_chunk)[:, :length] for x in scores)
-    return of_nats, of_ranks

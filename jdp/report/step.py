@@ -55,11 +55,6 @@ def memory_section(estimates: Sequence[tuple[str, Estimate]]) -> dict[str, Any] 
         ("memory for a step", [each.available_bytes for _, each, _ in held], ""),
     ]
     counts = [(words, row, kind) for words, row, kind in counts if any(row)]
-    closed_forms = dict[str, list[str]]()
-    for _, estimate, memory in held:
-        if (row := estimate.closed_form) is not None:
-            cells = (row.parameters, row.gradients, row.optimizer, row.total, memory.parameters + memory.optimizer)
-            closed_forms.setdefault(estimate.strategy, [estimate.strategy, *map(format_bytes, cells)])
     rooms = [(name, each.headroom) for name, each, _ in held if each.headroom is not None]
     return {
         "picture": _bars(held, longest),
@@ -71,7 +66,6 @@ def memory_section(estimates: Sequence[tuple[str, Estimate]]) -> dict[str, Any] 
             [words, *("?" if count is None else format_bytes(count) for count in row)] for words, row, _ in counts
         ],
         "kinds": [kind for _, _, kind in counts],
-        "closed_form": list(closed_forms.values()),
     }
 
 

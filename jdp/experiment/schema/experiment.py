@@ -213,8 +213,9 @@ def _unfit(x: Experiment) -> Iterator[str]:
     if x.kind == "text" and not x.data.ids and BITS_PER_BYTE in metrics:
         for key in (key for key, table in sets.items() if any(w.endswith(ARRAYS) for w in words_of(table.source))):
             yield f"{BITS_PER_BYTE} needs text; {key}.source is token ids: remove the metric"
-    for metric in (metric for metric in metrics if metric in OF_TEXT and x.kind != "text"):
-        yield f'train.eval_metrics has "{metric}", which is for text, and {x.model.chosen} learns {x.kind}: remove it'
+    for metric in (metric for metric in metrics if (metric in OF_TEXT) != (x.kind == "text")):
+        of = "text" if metric in OF_TEXT else "classes"
+        yield f'train.eval_metrics has "{metric}", which is for {of}, and {x.model.chosen} learns {x.kind}: remove it'
     outputs = getattr(x.model.config, {"text": "vocab_size", "images": "classes", "features": "features_out"}[x.kind])
     for metric in (metric for metric, count in tops(metrics).items() if count > outputs):
         yield f'train.eval_metrics has "{metric}", but the model has {outputs} outputs: lower the number'

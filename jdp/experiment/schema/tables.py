@@ -140,14 +140,14 @@ class EvalSet(Section):
 OF_TEXT = PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
 ACCURACY = "accuracy"
 _TOP = re.compile(r"top([1-9][0-9]{0,8})_accuracy")
-_RULE = 'must be an array of "perplexity", "bits_per_byte", "accuracy", "top5_accuracy" (or another number)'
+_RULE = 'must be an array of "perplexity", "bits_per_byte", "top5_accuracy" (or another number)'
 
 
 def _metrics(metrics: Any) -> Any:
     names = [metrics] if isinstance(metrics, str) else metrics
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise UserError(_RULE)
-    known = (*OF_TEXT, ACCURACY, "top5_accuracy")
+    known = (*OF_TEXT, "top5_accuracy")
     for name in names:
         if name not in known and not _TOP.fullmatch(name):
             raise UserError(f"{_RULE}; it has {cut(repr(name))}{nearest(name, known)}")
@@ -161,15 +161,12 @@ EvalMetrics = Annotated[tuple[str, ...], PlainValidator(_metrics)]
 
 def tops(metrics: Sequence[str]) -> dict[str, int]:
     """Return the k of each top-k accuracy among the metrics: name -> k."""
-    matches = {name: _TOP.fullmatch(name) for name in metrics}
-    accuracy = {ACCURACY: 1} if ACCURACY in metrics else {}
-    return accuracy | {name: int(match[1]) for name, match in matches.items() if match}
+    return {name: int(match[1]) for name in metrics if (match := _TOP.fullmatch(name))}
 
 
 def _measures(x: Any) -> bool:
-    """Return True if jdp's own loss gives the metrics; it ranks the tokens of its GPTs, and all classes."""
-    ranks = x.model.is_gpt or x.kind != "text"
-    return x.kind != "own" and not x.loss.make and (ranks or not tops(x.train.eval_metrics))
+    """Return True if jdp's own loss gives the metrics."""
+    return x.kind != "own" and not x.loss.make
 
 
 class Train(Section):
@@ -200,8 +197,8 @@ class Train(Section):
     """Largest number of batches that an evaluation reads of each data set: always the same random ones; "all" = every
     example once."""
     eval_metrics: Annotated[EvalMetrics, OnlyFor("jdp's own losses, which are cross-entropies", _measures)] = ()
-    """Metrics besides the loss. Text: "perplexity", "bits_per_byte" (of UTF-8), and "accuracy" of the next token. Text
-    and classes: "top5_accuracy" (or another number): how often the label is among the five most likely."""
+    """Metrics besides the loss. Text: "perplexity", "bits_per_byte" (of UTF-8). Classes: "top5_accuracy" (or another
+    number): how often the label is among the five most likely."""
     stop_after: Count = 0
     """Stop early after this many evaluations in a row without a better eval_loss, or metric of keep_best; 0 = never."""
     checkpoint_every: Count = 0

@@ -14,7 +14,7 @@ from jdp.foresight.memory import Headroom, Memory
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
 from jdp.foresight.traffic.contract import MeshCollective, Row
-from jdp.foresight.traffic.theory import Promise, Theory, zero_bytes
+from jdp.foresight.traffic.theory import Promise, Theory
 from jdp.foresight.verify import Report
 from jdp.report.page import without_roots
 from jdp.report.pages import plan_page
@@ -160,7 +160,6 @@ def test_the_page_holds_the_answer_and_the_numbers():
         "200 µs",  # the step's seconds
         "7.89 TFLOP",
         "12,345,678",  # bytes on the wire
-        f"{format_bytes(zero_bytes(124_000_000, 4, 'zero1').total)}",  # the closed form
         "zero1 chosen",
         "zero1 fits, but set XLA_CLIENT_MEM_FRACTION=0.9.",
         "zero3 does not fit: the rest goes to NCCL.",
