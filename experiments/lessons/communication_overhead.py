@@ -28,7 +28,7 @@ from narration import keep, parser, show, tell
 from step_parts import programs, setup, total_loss
 
 import jdp
-from jdp.base.chips import CHIPS
+from jdp.base.chips import GPUS
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
 from jdp.report.charts import chart
 
@@ -83,7 +83,7 @@ def roofline(rows: int, width: int = 4096, devices: int = 8) -> dict[str, float]
     """Return an H100's time to read, to send inside a host and to send between hosts, over its time to compute. A layer
     [width, width] in bf16 takes 2·rows·width² FLOPs and 2·(width² + 2·rows·width) bytes of memory per product; DDP's
     float32 gradients are sent. Each ratio is the chip's FLOPs per byte over those of the work."""
-    chip, sends = CHIPS["h100"], 0.75 * devices / (devices - 1) * rows
+    chip, sends = GPUS["h100"], 0.75 * devices / (devices - 1) * rows
     peak = chip.matmul_flops["bf16"]
     work = {"memory": (rows * width / (width + 2 * rows), chip.memory_bandwidth)}
     work |= {"NVLink": (sends, chip.link_bandwidth), "InfiniBand": (sends, chip.network_bandwidth)}

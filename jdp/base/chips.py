@@ -1,7 +1,7 @@
-"""Published numbers of the chips that a step can be planned for: rates, memory, links, and inputs of XLA's compiler.
+"""Published numbers of the GPUs that a step can be planned for: rates, memory, links, and inputs of XLA's compiler.
 
-`CHIPS["h100"]` is a `Gpu`, `CHIPS["tpu-v5e"]` a plain `Chip`: a TPU's compiler knows its chips itself. Sources are in
-the comment above each row or table. Rates are data-sheet peaks, which no program reaches. Link efficiencies are NCCL's.
+Sources are in the comment above each row or table. Rates are data-sheet peaks, which no program reaches. Link
+efficiencies are NCCL's.
 """
 
 from collections.abc import Mapping
@@ -13,19 +13,20 @@ _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chip:
-    """Rates of one device, in bytes and floating-point operations a second."""
+class Gpu:
+    """Rates of an NVIDIA GPU, in bytes and floating-point operations a second, and the numbers by which XLA:GPU chooses
+    kernels, combines and schedules. Sizes in bytes."""
 
     name: str  # `device_kind` in jax
     memory_bytes: int  # the device's own memory
     memory_bandwidth: float
     # dense peak of the matrix units by the XLA element type of the operands ("bf16", "f16", "f32", "f64", "f8e4m3fn",
     # "f8e5m2", "s8"); a type that is missing has no matrix unit of its own. "f32" means jax's default precision: TF32
-    # on these GPUs, one bfloat16 pass on TPUs (`jax.lax.Precision`).
+    # (`jax.lax.Precision`).
     matmul_flops: Mapping[str, float] = field(hash=False)
     vector_flops: float  # fp32, outside the matrix units
-    link_bandwidth: float  # inside a host (a TPU: inside a slice), in one direction
-    network_bandwidth: float  # between hosts (a TPU: slices), in one direction, for each device
+    link_bandwidth: float  # inside a host, in one direction
+    network_bandwidth: float  # between hosts, in one direction, for each device
     host_bandwidth: float | None = None  # to its host's memory, in one direction; None: not known
     link_efficiency: float = 1.0  # payload as a share of `link_bandwidth`; likewise the next two
     network_efficiency: float = 1.0
@@ -37,12 +38,6 @@ class Chip:
     compared_with: str = "they were not compared with runs on this device"
     # the largest error, as a share: 0.22 if predicted over published is between 1 / 1.22 and 1.22; None if not compared
     time_error: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu(Chip):
-    """An NVIDIA GPU, with the numbers by which XLA:GPU chooses kernels, combines and schedules. Sizes in bytes."""
-
     capability: tuple[int, int]
     extension: str  # ACCELERATED_FEATURES: the sm_90a and sm_100a instructions (wgmma, tcgen05)
     cores: int  # streaming multiprocessors
@@ -161,7 +156,7 @@ _B200 = replace(
     link_bandwidth=900e9,
     link_efficiency=40.1 / 50,
     matmul_efficiency=0.56,
-    compared_with=Chip.compared_with,
+    compared_with=Gpu.compared_with,
     time_error=None,
 )
 
@@ -171,28 +166,3 @@ GPUS = {
     "h200": replace(_H100, name="NVIDIA H200", memory_bytes=143_155 * _MIB, memory_bandwidth=4.8e12, l2=60 * _MIB),
     "b200": _B200,
 }
-
-
-# TPUs: Google Cloud's pages "TPU v5e", "TPU v5p" and "TPU v6e" (bf16 and int8 peaks, memory, the chip's bidirectional
-# interconnect halved, data-center bandwidth a chip: 6.4, 50 Gb/s x 8960 and 25.6 Tb/s over the chips of a pod). Vector
-# units: "How to Scale Your Model" (jax-ml/scaling-book, tpus.md): 8 x 128 lanes with 4 units each, on 2 cores at 1.75
-# GHz for v5p and one at 1.5 GHz for v5e; v6e has the same lanes, and its clock, which is not published, is taken to be
-# v5p's. A float32 product is one bfloat16 pass by default.
-_TPU_ROWS = {  # name, memory in GiB, bandwidth in GB/s, bf16 and int8 in 10^12, vector units, GB/s of links and network
-    "tpu-v5e": ("TPU v5 lite", 16, 819, 197, 393, 6.1, 200, 3.125),
-    "tpu-v5p": ("TPU v5", 95, 2765, 459, 918, 14, 600, 6.25),
-    "tpu-v6e": ("TPU v6 lite", 32, 1638, 918, 1836, 7.2, 400, 12.5),
-}
-TPUS = {
-    kind: Chip(
-        name=name,
-        memory_bytes=memory * _GIB,
-        memory_bandwidth=1e9 * bandwidth,
-        matmul_flops=_peaks({"bf16": bf16, "f32": bf16, "s8": s8}),
-        vector_flops=1e12 * vector,
-        link_bandwidth=1e9 * links,
-        network_bandwidth=1e9 * network,
-    )
-    for kind, (name, memory, bandwidth, bf16, s8, vector, links, network) in _TPU_ROWS.items()
-}
-CHIPS: Mapping[str, Chip] = GPUS | TPUS

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jdp.base.chips import Chip, Gpu
+from jdp.base.chips import Gpu
 
 
 class CollectiveCost(NamedTuple):
@@ -98,7 +98,7 @@ def group_cost(kind: str, payload: float, group: Group, chip: Gpu) -> Collective
     return min((*algorithms(kind, payload, group, chip), *trees), key=lambda cost: cost.seconds)
 
 
-def _bus(group: Group, chip: Chip) -> float:
+def _bus(group: Group, chip: Gpu) -> float:
     """B/s that all members can send at once along a ring or tree; between hosts, over the members' network cards."""
     inside = chip.link_bandwidth * chip.link_efficiency
     outside = group.fewest * chip.network_bandwidth * chip.network_efficiency

@@ -16,7 +16,6 @@ ALLOWED = (
     "about the GPU of this machine",
     "about machines without an NVIDIA driver",
     "no target describes this GPU: .*",
-    "TPU targets need libtpu",  # 300 MB, for TPU hosts
     "no Chromium on PATH: apt-get install chromium",  # a program of the system: pip cannot install it
     "PR_SET_PDEATHSIG is Linux's",
     "no Slurm: apt-get install slurm-wlm munge .*",  # programs of the system, as the next

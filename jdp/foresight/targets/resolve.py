@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from jdp.base.chips import CHIPS, GPUS, TPUS, Chip
+from jdp.base.chips import GPUS, Gpu
 from jdp.base.errors import UserError
 from jdp.base.toml import described
 from jdp.base.words import nearest
@@ -26,11 +26,11 @@ from jdp.foresight.targets.descriptions import read, written
 
 _GRAMMAR = (
     "a target is KIND:HOSTSxPER_HOST, such as h100:8x8 (8 hosts with 8 GPUs each) or cluster.toml:8x8 (GPUs that a "
-    "file describes); TPU:TOPOLOGY, such as tpu-v5e:4x4; or cpu:N, such as cpu:8"
+    "file describes); or cpu:N, such as cpu:8"
 )
 _INSTALL = "pip install 'jdp[aot]'"
 
-KINDS = (*CHIPS, "cpu")
+KINDS = (*GPUS, "cpu")
 MOST_DEVICES = 16384
 """Four times the size that jdp is made for: a larger number is a typing error, or a very long compilation."""
 
@@ -56,7 +56,7 @@ class Target:
     devices: tuple[Device, ...] = field(repr=False)
     memory_bytes: int | None
     description: str
-    chip: Chip | None = field(default=None, repr=False)
+    chip: Gpu | None = field(default=None, repr=False)
     config: str | None = field(default=None, repr=False)
     shape: str = ""
 
@@ -73,7 +73,7 @@ def target(name: str) -> Target:
     """Return the devices that a name stands for.
 
     Args:
-        name: KIND:HOSTSxPER_HOST, such as `h100:8x8` or `my/cluster.toml:8x8`; `tpu-v5e:4x4`; `cpu:8`.
+        name: KIND:HOSTSxPER_HOST, such as `h100:8x8` or `my/cluster.toml:8x8`; or `cpu:8`.
 
     Raises:
         ValueError: the name does not parse, or a cluster's file is wrong. The compiler is missing, has another version
@@ -83,8 +83,6 @@ def target(name: str) -> Target:
     sizes = [int(size) for size in shape.split("x")]
     if kind == "cpu":
         return Target(kind, 1, sizes[0], _cpu_devices(name, sizes[0]), None, "cpu", shape=shape)
-    if kind in TPUS:
-        return _tpu_target(name, kind, shape)
     chip = GPUS[kind] if kind in GPUS else read(kind)
     config = written(chip)
     _check_compiler(name)
@@ -97,13 +95,12 @@ def _parse(name: str) -> tuple[str, str]:
     kind, _, shape = name.rpartition(":")
     kind = kind if kind.endswith(".toml") else kind.lower()
     size = "[1-9][0-9]{0,17}"  # Python parses at most 4300 digits
-    shapes = {"cpu": size, **dict.fromkeys(TPUS, f"{size}(x{size}){{1,2}}")}
     if kind and kind not in KINDS and not kind.endswith(".toml"):
         raise UserError(
             f"the kind of a target must be one of {', '.join(KINDS)}, or a file that ends in .toml; given {kind!r} in "
             f"{name!r}{nearest(kind, KINDS)}"
         )
-    if not kind or not re.fullmatch(shapes.get(kind, f"{size}x{size}"), shape):
+    if not kind or not re.fullmatch(size if kind == "cpu" else f"{size}x{size}", shape):
         raise UserError(f"{_GRAMMAR}; given {name!r}: write one of these")
     if math.prod(map(int, shape.split("x"))) > MOST_DEVICES:
         raise UserError(f"a target has at most {MOST_DEVICES} devices; given {name!r}: use fewer")
@@ -196,22 +193,6 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
-
-
-def _tpu_target(name: str, kind: str, shape: str) -> Target:
-    """Return the TPUs of one slice, whose hosts libtpu decides."""
-    if _installed("libtpu") is None:
-        install = "pip install 'jdp[tpu]'"
-        raise UserError(f"target {name!r} needs XLA's TPU compiler, libtpu, which is not installed: {install}")
-    from jax.experimental import topologies
-
-    try:
-        described = topologies.get_topology_desc(f"{kind.removeprefix('tpu-')}:{shape}", "tpu")
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise UserError(f"target {name!r}: libtpu did not accept it: {error}") from error
-    devices = tuple(sorted(described.devices, key=lambda device: (device.process_index, device.id)))
-    hosts, chip, named = len({device.process_index for device in devices}), TPUS[kind], devices[0].device_kind
-    return Target(kind, hosts, len(devices) // hosts, devices, chip.memory_bytes, named, chip, shape=shape)
 
 
 def target_of(named: str | Target | None, state: PyTree = None) -> Target:

@@ -8,7 +8,7 @@ cores, vector units and memory, each at `CostModel`'s share of its published pea
 import math
 from dataclasses import dataclass
 
-from jdp.base.chips import Chip, Gpu
+from jdp.base.chips import Gpu
 from jdp.foresight.program.module import Instruction, Program, array_bytes
 from jdp.foresight.timing.matmuls import (
     ATTENTION_TARGET,
@@ -24,14 +24,14 @@ from jdp.foresight.timing.matmuls import (
 
 @dataclass(frozen=True)
 class CostModel:
-    """The model's constants, for NVIDIA GPUs: the share of the published peaks (`Chip`) that a kernel reaches.
+    """The model's constants, for NVIDIA GPUs: the share of the published peaks (`Gpu`) that a kernel reaches.
 
     "Fitted" ones reproduce the measured kernel times of three forms of GPT-2 124M on an H100. A copy into another
     layout is as fast as a plain copy (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009).
     """
 
     # share of the dense peak that a large matrix product reaches. Fitted; a chip has its own share for long runs
-    # (`Chip.matmul_efficiency`), because the power limit lowers the clock.
+    # (`Gpu.matmul_efficiency`), because the power limit lowers the clock.
     matmul_efficiency: float = 0.75
     # the share for 8-bit operands over the share for 16-bit operands: 70.9% / 80.3% on an H100 (Bekman, "Maximum
     # Achievable Matmul FLOPS", stas00/ml-engineering, compute/accelerator/README.md, 2025)
@@ -71,7 +71,7 @@ class KernelCost:
         return fused + sum(product.flops for product in self.products)
 
 
-def seconds(cost: KernelCost, chip: Chip, model: CostModel) -> float:
+def seconds(cost: KernelCost, chip: Gpu, model: CostModel) -> float:
     """Return the time of an instruction: tensor cores, vector units and memory work in parallel."""
     if not cost.launches:
         return 0.0
@@ -86,11 +86,11 @@ def seconds(cost: KernelCost, chip: Chip, model: CostModel) -> float:
     return cost.launches * model.kernel_seconds + max(matmul, vector / lanes, cost.bytes / bandwidth) + passes
 
 
-def product_seconds(product: Product, chip: Chip, model: CostModel) -> float:
+def product_seconds(product: Product, chip: Gpu, model: CostModel) -> float:
     """Return the seconds of a matrix product on the tensor cores, without reading its operands."""
     flops = product.flops * product.passes * (4 if product.dtype.startswith("c") else 1)  # complex: four real products
     rate = _matmul_rate(product.dtype, chip) * (model.narrow_efficiency if product.dtype in _NARROW else 1.0)
-    cores = chip.cores if isinstance(chip, Gpu) else 1
+    cores = chip.cores
     return flops / (rate * model.matmul_efficiency * utilisation(product, cores, model))
 
 
@@ -98,7 +98,7 @@ _NARROW = ("f8e4m3fn", "f8e5m2", "s8", "u8")
 _NEAREST = {"f16": "bf16", "c64": "f32", "c128": "f64", "u8": "s8", "s4": "s8", "u4": "s8"}
 
 
-def _matmul_rate(dtype: str, chip: Chip) -> float:
+def _matmul_rate(dtype: str, chip: Gpu) -> float:
     """Return the FLOP/s for operands of a type; the vector units' rate if tensor cores do not support it."""
     similar = "f8e4m3fn" if dtype.startswith("f8") else _NEAREST.get(dtype, "vector")
     return chip.matmul_flops.get(dtype) or chip.matmul_flops.get(similar) or chip.vector_flops

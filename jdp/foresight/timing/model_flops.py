@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp.base.chips import CHIPS
+from jdp.base.chips import GPUS
 from jdp.core.gradients.loss_call import traced_dtype
 from jdp.core.reading import count_flops
 from jdp.core.state import TrainState
@@ -39,23 +39,24 @@ def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
 
 
 # A device matches a chip by its whole `device_kind`. Part of a name is not enough: "NVIDIA H100 PCIe" and "NVIDIA H100
-# NVL" have other peaks than the "NVIDIA H100 80GB HBM3" in `CHIPS`. The kinds below have the same matrix units at the
-# same rate: the A100 datasheet has one column of peaks for all four cards, and TPUs have two names, depending on
-# libtpu's version.
+# NVL" have other peaks than the "NVIDIA H100 80GB HBM3" in `GPUS`. The A100s below have the same matrix
+# units at the same rate: the datasheet has one column of peaks for all four cards.
 _SAME_PEAK = {
     "NVIDIA A100-SXM4-40GB": "a100",
     "NVIDIA A100-PCIE-40GB": "a100",
     "NVIDIA A100 80GB PCIe": "a100",
-    "TPU v5e": "tpu-v5e",
-    "TPU v5p": "tpu-v5p",
-    "TPU v6e": "tpu-v6e",
 }
+# 10^12 bf16 FLOP/s (Google Cloud's pages of each TPU), also of a float32 product, which by default is one bf16 pass.
+# A TPU has two names, depending on libtpu's version.
+_TPUS = {"TPU v5 lite": 197, "TPU v5e": 197, "TPU v5": 459, "TPU v5p": 459, "TPU v6 lite": 918, "TPU v6e": 918}
 _ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Return the dense peak of one device's matrix units in FLOP/s; None if unknown."""
-    named = {chip.name: chip for chip in CHIPS.values()} | {kind: CHIPS[name] for kind, name in _SAME_PEAK.items()}
+    if device_kind in _TPUS and dtype in ("bfloat16", "float32"):
+        return 1e12 * _TPUS[device_kind]
+    named = {chip.name: chip for chip in GPUS.values()} | {kind: GPUS[name] for kind, name in _SAME_PEAK.items()}
     chip = named.get(device_kind)
     return None if chip is None else chip.matmul_flops.get(_ELEMENT.get(dtype, dtype))
 

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jdp.base.chips import Chip, Gpu
-from jdp.base.link_times import RINGS, CollectiveCost, Group, group_cost
+from jdp.base.link_times import CollectiveCost, Group, group_cost
 from jdp.foresight.program.collectives import KINDS, collective_of, overlaps
 from jdp.foresight.program.module import Instruction, Program, is_host_copy
 from jdp.foresight.targets.resolve import Target
@@ -89,7 +88,7 @@ class Schedule:
     def __init__(self, program: Program, target: Target, model: CostModel | None = None) -> None:
         assert target.chip is not None
         self.program, self.target, self._chip = program, target, target.chip
-        lanes = self._chip.lanes if isinstance(self._chip, Gpu) else 128
+        lanes = self._chip.lanes
         # 16 exponentials a clock and core: compute capabilities 8.0, 9.0 and 10.0 (`CostModel.special_function_cost`).
         fitted = CostModel(matmul_efficiency=self._chip.matmul_efficiency, special_function_cost=lanes / 16)
         self._model = model or fitted
@@ -170,21 +169,13 @@ class Schedule:
 
 
 Groups = tuple[tuple[int, ...], ...]
-# "How to Scale Your Model" (jax-ml/scaling-book), "A note on ICI latency": about a microsecond a hop between chips.
-_TORUS_HOP = 1e-6
 
 
 def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> CollectiveCost:
     """Return the cost of the slowest of a collective's groups, on a target with published link rates."""
     chip = target.chip
     assert chip is not None
-
-    def cost(group: Group) -> CollectiveCost:
-        if isinstance(chip, Gpu):
-            return group_cost(kind, payload_bytes, group, chip)
-        return _torus(kind, payload_bytes, group, chip, target.shape)
-
-    costs = map(cost, _grouped(groups, target.per_host))
+    costs = (group_cost(kind, payload_bytes, group, chip) for group in _grouped(groups, target.per_host))
     return max(costs, key=lambda cost: cost.seconds, default=CollectiveCost(0.0, 0.0, "none"))
 
 
@@ -194,15 +185,6 @@ def _grouped(groups: Groups, per_host: int) -> tuple[Group, ...]:
     # devices are ordered host by host
     distinct = {Group.of(member // per_host for member in set(group)) for group in groups}
     return tuple(sorted(group for group in distinct if group.members > 1))
-
-
-def _torus(kind: str, payload: float, group: Group, chip: Chip, shape: str) -> CollectiveCost:
-    """Return the optimistic time of rings along all axes of a TPU slice's torus, in both directions."""
-    n = group.members
-    rounds = RINGS.get(kind, 1)
-    wire = payload if kind in ("collective-permute", "collective-broadcast") else rounds * payload * (n - 1) / n
-    hops = rounds * sum(max(int(axis) // 2, 1) for axis in shape.split("x") if axis != "1")
-    return CollectiveCost(hops * _TORUS_HOP, wire / (chip.link_bandwidth * chip.link_efficiency), "torus")
 
 
 def timeline(program: Program, target: Target, model: CostModel | None = None) -> Timeline:

@@ -7,7 +7,7 @@ import pytest
 from load import LESSONS, load
 from own_process import python
 
-from jdp.base.chips import CHIPS
+from jdp.base.chips import GPUS
 from jdp.foresight.traffic.theory import ring_bytes, sent_bytes, zero_bytes
 
 B7, B70, B175 = 7 * 10**9, 70 * 10**9, 175 * 10**9
@@ -48,7 +48,7 @@ def test_answers_are_those_of_the_formulas(computed, answer):
 
 
 def test_links_are_those_that_plans_use():
-    chip = CHIPS["h100"]
+    chip = GPUS["h100"]
     rates = [rate / 1e9 for rate in (chip.link_bandwidth, chip.host_bandwidth, chip.network_bandwidth)]
     rates.insert(0, chip.memory_bandwidth / 1e12)
     shown = re.findall(r"^\| (?:memory|NVLink|PCIe|InfiniBand)[^|]*\| ([\d.]+) [TG]B/s", README, flags=re.MULTILINE)

@@ -47,8 +47,8 @@ def test_every_gpu_kind_compiles_matrix_products_and_collectives(kind):
     assert "all-reduce" in text
 
 
-GRAMMAR = r"KIND:HOSTSxPER_HOST.*h100:8x8.*cluster.toml:8x8.*tpu-v5e:4x4.*cpu:8"
-BAD = ["", "h100", "h100:8", "h100:0x8", "h100:8x8x8", "cpu:1x8", "cluster.toml:8", "tpu-v5e:4x0"]
+GRAMMAR = r"KIND:HOSTSxPER_HOST.*h100:8x8.*cluster.toml:8x8.*cpu:8"
+BAD = ["", "h100", "h100:8", "h100:0x8", "h100:8x8x8", "cpu:1x8", "cluster.toml:8"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,6 @@ BAD = ["", "h100", "h100:8", "h100:0x8", "h100:8x8x8", "cpu:1x8", "cluster.toml:
     [
         *((name, f"{GRAMMAR}; given {name!r}") for name in BAD),
         ("h10:8x8", r"must be one of a100, h100, .*; given .*; did you mean h100\?$"),
-        ("v5e:4x4", r"did you mean tpu-v5e\?$"),
         ("cpu:99", r"needs 99 CPU devices and this process has 8: .*JAX_NUM_CPU_DEVICES=99"),
     ],
 )
@@ -67,7 +66,7 @@ def test_bad_targets_are_refused_with_the_fix(name, message):
 
 @pytest.mark.aot
 def test_a_missing_compiler_is_one_command_away(monkeypatch):
-    real, versions = importlib.metadata.version, {"jax-cuda13-pjrt": "", "libtpu": ""}
+    real, versions = importlib.metadata.version, {"jax-cuda13-pjrt": ""}
 
     def version(name: str) -> str:
         if versions.get(name) == "":
@@ -77,8 +76,6 @@ def test_a_missing_compiler_is_one_command_away(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ValueError, match=r"GPU compiler, which is not installed: pip install 'jdp\[aot\]'$"):
         target("h100:1x8")
-    with pytest.raises(ValueError, match=r"needs .* libtpu, which is not installed: pip install 'jdp\[tpu\]'$"):
-        target("tpu-v5e:4x4")
     jaxlib = importlib.metadata.version("jaxlib")
     versions["jax-cuda13-pjrt"] = "0.9.9"
     with pytest.raises(ValueError, match=r"jax-cuda13-pjrt is 0\.9\.9, jaxlib is") as error:

@@ -97,8 +97,8 @@ PEAKS = {"f32": 1e9, "bf16": 4e9}
 @pytest.fixture
 def known_cpu(monkeypatch):
     """A described kind: the CPU, with a peak of 1 GFLOP/s in fp32 and 4 in bf16."""
-    chip = dataclasses.replace(chips.CHIPS["h100"], name=jax.devices()[0].device_kind, matmul_flops=PEAKS)
-    monkeypatch.setitem(chips.CHIPS, "described", chip)
+    chip = dataclasses.replace(chips.GPUS["h100"], name=jax.devices()[0].device_kind, matmul_flops=PEAKS)
+    monkeypatch.setitem(chips.GPUS, "described", chip)
 
 
 def test_seconds_at_peak_count_flops_over_devices(file, known_cpu):
