@@ -263,15 +263,17 @@ def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) ->
                 fix = "convert chats to ids with experiments/prepare/chats_to_ids.py, or name another column"
             shown = cut(", ".join(columns), 400)
             raise UserError(f'{key} = "{column}" must be a column; given {name} with {shown}: {fix}')
-    found = [(key, column) for key, names in _USUAL_NAMES.items() for column in columns if column in names]
-    unread = {key: column for key, column in found if key not in read}
-    if {"weights", "labels"} & read.keys() or "weights" in unread:  # one excludes the other
-        unread.pop("labels", None)
-    if "labels" in read:
-        unread.pop("weights", None)
-    if unread and ("ids" in read or "ids" in unread):
-        lines = ", ".join(f'{key} = "{column}"' for key, column in unread.items())
-        notice(f"{name}: columns that are not read: {', '.join(unread.values())}; to read them, write {lines}")
+    usual = {key: [name for name in names if name in columns] for key, names in _USUAL_NAMES.items()}
+    unread = [column for names in usual.values() for column in names if column not in read.values()]
+    if unread and ("ids" in read or usual["ids"]):
+        wanted = {key: names[0] for key, names in usual.items() if names and key not in read}
+        if "weights" in read or "weights" in wanted:  # one excludes the other
+            wanted.pop("labels", None)
+        if "labels" in read:
+            wanted.pop("weights", None)
+        lines = ", ".join(f'{key} = "{column}"' for key, column in wanted.items())
+        fix = f"; to read them, write {lines}" if lines else ""
+        notice(f"{name}: columns that are not read: {', '.join(unread)}{fix}")
 
 
 def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:

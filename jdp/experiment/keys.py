@@ -220,6 +220,8 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
         hint = nearest(detail["input"], words) if isinstance(detail["input"], str) else ""
         if path == ("strategy",):
             hint = strategy_hint(str(detail["input"]))
+        if path == ("optimizer", "name"):
+            hint = f'{hint or ";"} others of optax are make = "optax:NAME", with --plugin optax'
         among = f"one of {', '.join(words)}" if len(words) > 1 else f"{words[0]}, the only choice"
         return f"{key} must be {among}; {given}{hint}"
     if kind in _LIMITS:

@@ -127,7 +127,7 @@ class Log:
 
 def _is_locked(file: Path) -> bool:
     """Return True if another launcher has the lock of this log."""
-    with file.open("rb") as log:
+    with file.open("ab") as log:  # on NFS an exclusive lock takes a file that may be written
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # on a file system without locks it is another error

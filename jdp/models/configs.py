@@ -29,7 +29,7 @@ def _check_fields(config: Any) -> None:
     """Raise ValueError unless each field is in range: integers and their tuples, choices, rates, other numbers."""
     defaults = {field.name: field.default for field in fields(config)}
     for name, kind in get_type_hints(type(config)).items():
-        value, allowed, usual = getattr(config, name), _values_of(kind), f"The default is {defaults[name]}"
+        value, allowed, usual = getattr(config, name), _values_of(kind), f"the default is {defaults[name]}"
         if kind in (int, int | None):
             fits = (type(value) is int and value > 0) or (value is None and kind is not int)
             require(fits, f"{name} is a positive integer", repr(value), "Raise it")
@@ -39,10 +39,10 @@ def _check_fields(config: Any) -> None:
         elif allowed:
             require(value in allowed, f"there is no {name} of that name", repr(value), f"Choose one of {allowed}")
         elif name in ("dropout", "norm_momentum"):
-            require(0.0 <= value < 1.0, f"{name} is a rate in [0, 1)", f"{value}", usual)
+            require(0.0 <= value < 1.0, f"{name} is a rate in [0, 1)", f"{value}", f"Lower it; {usual}")
         elif kind in (float, float | None) and value is not None:
             fits = value > 0 or (value == 0 and name == "position_std")
-            require(fits, f"{name} is positive", f"{value}", usual)
+            require(fits, f"{name} is positive", f"{value}", f"Raise it; {usual}")
 
 
 def _values_of(kind: Any) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from jdp.base.errors import UserError
 from jdp.base.formatting import escaped, format_bytes, format_rate, wrapped
+from jdp.base.notices import notice
 from jdp.base.toml import cut
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import TrainState
@@ -27,7 +28,8 @@ from jdp.experiment.assembly import Assembly
 from jdp.models.decode import Draw, continued
 from jdp.run.metrics import SAMPLES, replace_file
 
-_BETWEEN, _NO_BREAK = "  ", "\xa0"
+_BETWEEN = "  "
+_NO_BREAK = "\xa0"  # within an item, which a narrow terminal does not break
 
 
 class Display:
@@ -226,6 +228,10 @@ class SampleWriter:
             raise UserError(
                 f"sample.prompt must be shorter than the model's context of {context} tokens; given one of {longest}: "
                 "shorten it"
+            )
+        if longest + table.length > context:
+            notice(
+                f"sample.length = {table.length}: {context - longest} tokens fit into the model's context of {context}"
             )
         padded = {text: np.pad(row, (0, longest - len(row))) for text, row in tokens.items()}
         return {text: (padded[text][None], np.int32(len(row) - 1)) for text, row in tokens.items()}

@@ -113,6 +113,8 @@ def write(path: Path, specs: Specs, value: Callable[[str], np.ndarray], limit: i
     stale = _superseded(path, files)
     fresh = {file: file.with_name(f".{file.name}.new") for file in files}
     try:
+        for new in fresh.values():
+            new.unlink(missing_ok=True)  # left by a process that was killed
         for file, shard in shards.items():
             _write_one(fresh[file], shard, value)
         if index in fresh:

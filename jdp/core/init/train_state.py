@@ -196,7 +196,8 @@ def dividing_mesh(plan: Plan, params: Sequence[Placement]) -> str | None:
     for data in range(sizes[DATA] // 2, 1, -1):
         others = {**sizes, DATA: data}
         if sizes[DATA] % data == 0 and all(rest_spec(p.shape, p.compute, others, 0)[0] != p.compute for p in params):
-            return factors({REPLICA: sizes.get(REPLICA, 1) * sizes[DATA] // data, DATA: data})
+            mesh = {REPLICA: sizes.get(REPLICA, 1) * sizes[DATA] // data, DATA: data}
+            return factors(mesh | {axis: size for axis, size in sizes.items() if axis not in mesh})
     return None
 
 

@@ -111,7 +111,7 @@ def _why_not(error: Exception, params: PyTree) -> str:
     return (
         f"{given} raised {type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno}). Choose another "
         "optimizer, for all parameters or for those that it cannot update (optax.multi_transform)."
-        + (f" Scalars here: {listed(scalars)}." if scalars else "")
+        + (f" Scalar parameters, which it may not update: {listed(scalars)}." if scalars else "")
     )
 
 

@@ -279,7 +279,7 @@ class Optimizer(Made):
     _arguments: ClassVar[tuple[str, ...]] = ("schedule",)
 
     name: RuleName = "adamw"
-    """The update rule. For others of optax: make = "optax:lamb" and its keywords."""
+    """The update rule. For others of optax: make = "optax:lamb", lr and its keywords, with --plugin optax."""
     lr: AboveZero = 3e-4
     """Peak learning rate."""
     warmup_steps: Count = 0

@@ -74,7 +74,8 @@ def compile_step(
     """Compile a step lowered for `target` with compiler `options`, or find the result in `cache`."""
     if cache is None:
         return _compile(lowered)
-    name = f"{_key(lowered, target.fingerprint if target else '', str(sorted((options or {}).items())))}.json.z"
+    devices, chosen = target.fingerprint if target else "", str(sorted((options or {}).items()))
+    name = f"{_key(lowered, devices, chosen)}.json.z"
     if (stored := cache.load(name, _read_entry)) is not None:
         return stored
     compiled = _compile(lowered)

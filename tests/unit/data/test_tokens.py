@@ -112,6 +112,10 @@ def test_unread_columns_are_named(tmp_path, notices):
     assert notices.text.count(said) == 1 and "source" not in notices.text
     text_data(source, length=8, ids="input_ids", labels="labels", attention_mask="attention_mask")
     assert notices.text.count("not read") == 1
+    (tmp_path / "both").mkdir()
+    both = written(tmp_path / "both", loss_mask=masks, assistant_masks=masks)
+    text_data(both, length=8, ids="input_ids")
+    assert 'loss_mask, assistant_masks; to read them, write weights = "loss_mask"' in notices.text
     text_data(source, length=8, field="source")
     assert "not read: input_ids, " + said.replace("write", 'write ids = "input_ids",') in notices.text
 

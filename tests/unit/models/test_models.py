@@ -215,7 +215,7 @@ def packed(segments, **changes):
             r"rope_low_freq_factor is less than rope_high_freq_factor; given 1\.0 and 1\.0",
         ),
         ({"rope_factor": 8.0, "positions": "learned"}, r"rope_factor scales rotary positions; given positions = \"lea"),
-        ({"norm_eps": -1.0}, r"norm_eps is positive; given -1\.0\. The default is 1e-05"),
+        ({"norm_eps": -1.0}, r"norm_eps is positive; given -1\.0\. Raise it; the default is 1e-05"),
         (lambda: MLPConfig(4, (0,), 2), r"hidden is a tuple of positive integers; given \(0,\)"),
         (lambda: MLP(MLPConfig(4, (8,), 2), rngs=nnx.Rngs(0))(jnp.ones((1, 5))), r"features_in\(4\)\]; given \[1, 5\]"),
         (lambda: make(LLAMA)(jnp.zeros((1, 9), int)), r"at most context\(8\) tokens; given int32\[1, 9\]"),
