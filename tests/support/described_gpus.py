@@ -1,8 +1,10 @@
 """GPUs that are not there: steps and attention compiled for them, and jdp's descriptions against XLA's."""
 
+import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -47,15 +49,21 @@ def program_of(function, *shapes, dtype="bfloat16"):
     return parse(jax.jit(function).lower(*arguments).compile().as_text())
 
 
-def with_gradients(form):
-    """Return a program that computes `form` and the gradients of its arguments, given that of its result."""
+def assert_alike(forms, length, dtype, bound):
+    """Two forms of attention have the same result and gradients, of drawn queries, keys and values; return these."""
+    rng = np.random.default_rng(0)
+    *operands, cotangent = (jnp.asarray(rng.normal(size=(2, length, heads, 8)), dtype) for heads in (4, 2, 2, 4))
 
-    @jax.jit
-    def run(cotangent, *arguments):
-        mixed, pull = jax.vjp(form, *arguments)
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(form, cotangent, *operands):
+        mixed, pull = jax.vjp(form, *operands)
         return mixed, *pull(cotangent)
 
-    return run
+    ours, theirs = (run(form, cotangent, *operands) for form in forms)
+    assert [x.dtype for x in ours] == [dtype] * 4
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(np.float32(mine), np.float32(other), atol=bound, rtol=bound)
+    return operands
 
 
 _TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\s*("(?:[^"\\]|\\.)*"|[^\s{}]+)|(\}))')

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 import test_models as models
-from described_gpus import compiled_step, with_gradients
+from described_gpus import assert_alike, compiled_step
 from flax import nnx
 from test_models import make
 
@@ -23,7 +23,6 @@ from jdp.foresight.targets.relocate import answered_for
 from jdp.foresight.targets.resolve import target
 from jdp.models import GPTConfig, build, next_token_loss
 from jdp.models.attention import Sight, attend, attend_in_documents, block_size
-from jdp.models.transformer import Segments
 
 CONFIG = GPTConfig(
     vocab_size=64, context=2048, layers=2, width=32, heads=4, kv_heads=2, activation="gelu", tied=True, remat="dots"
@@ -33,15 +32,11 @@ CONFIG = GPTConfig(
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 40)])
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)])
 def test_blocks_equal_the_whole_forward_and_backward(dtype, bound, causal, window):
-    rng = np.random.default_rng(0)
-    query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), dtype) for heads in (4, 2, 2, 4))
-    run = jnp.asarray(np.sort(rng.integers(0, 6, (2, 150)), axis=1), jnp.int32)  # documents end anywhere in a block
+    ends = np.random.default_rng(0).integers(0, 6, (2, 150))  # documents end anywhere in a block
+    run = jnp.asarray(np.sort(ends, axis=1), jnp.int32)
     in_blocks = functools.partial(attend_in_documents, run=run, sight=Sight(causal, window, 64))
     whole = functools.partial(attend, run=run, causal=causal, by="xla", window=window)
-    found = [with_gradients(form)(cotangent, query, key, value) for form in (in_blocks, whole)]
-    assert [x.dtype for x in found[0]] == [dtype] * 4
-    for ours, theirs in zip(*found, strict=True):
-        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), atol=bound, rtol=bound)
+    assert_alike((in_blocks, whole), 150, dtype, bound)
 
 
 def test_block_sizes_follow_their_scores():
@@ -138,12 +133,6 @@ def test_packed_batches_have_their_documents_gradients():
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(apart))
     for (path, mine), other in zip(jax.tree.leaves_with_path(packed), jax.tree.leaves(apart), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-5 * largest, err_msg=jax.tree_util.keystr(path))
-
-
-def test_positions_begin_anew_in_each_document():
-    segments = Segments.of(jnp.array([[4, 4, 4, 2, 2, 4, 0, 0]]))
-    np.testing.assert_array_equal(segments.position, [[0, 1, 2, 0, 1, 0, 0, 1]])
-    np.testing.assert_array_equal(segments.run, [[0, 0, 0, 1, 1, 2, 3, 3]])
 
 
 def test_without_segments_no_mask_enters_the_program():
