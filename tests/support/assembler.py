@@ -1,8 +1,8 @@
 """A stand-in for ptxas, NVIDIA's assembler: nothing that is compiled for described GPUs is ever run.
 
 XLA starts ptxas for each of a program's kernels, dozens of processes that are two fifths of the time of compiling. The
-program as text and its memory, all that jdp reads, are settled before: `test_compiled.py` compares them with
-what comes of the real one. `conftest.py` leaves the real one where there is a GPU.
+program as text and its memory, all that jdp reads, are settled before. `conftest.py` leaves the real one where there
+is a GPU.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-REAL = "JDP_TESTS_REAL_CUDA"  # where the real one is: for the workers, and for the test that compares
+REAL = "JDP_TESTS_REAL_CUDA"  # where the real one is, for the workers
 
 
 def stand_in(folder: Path) -> None:

@@ -6,7 +6,7 @@ is what a frozen parameter or the first layer's input saves. Sizes are read off 
 
 import math
 
-from jdp.models.configs import GPTConfig, ResNetConfig, ViTConfig
+from jdp.models.configs import GPTConfig
 from jdp.models.construction import parameter_shapes
 
 
@@ -21,31 +21,3 @@ def flops_per_token(config: GPTConfig, length: int) -> float:
     looked_up = {"embed/positions"} if config.tied else {"embed/positions", "embed/tokens"}
     multiplied = sum(size for path, size in sizes.items() if path not in looked_up)
     return 6.0 * multiplied + 12.0 * config.layers * config.heads * config.head_width * length
-
-
-def flops_per_example(config: ResNetConfig | ViTConfig) -> float:
-    """Floating point operations to train on one image.
-
-    6 per element of a kernel and place where it is applied, edges counted as if padding were pixels, and for a ViT's
-    attention the 12 L H Q T^2 of `flops_per_token`, T vectors of an image attending to all of them.
-    """
-    kernels = {path: shape for path, shape in parameter_shapes(config).items() if path.endswith("kernel")}
-    total = sum(6.0 * math.prod(shape) * _applications(config, path) for path, shape in kernels.items())
-    if isinstance(config, ViTConfig):
-        total += 12.0 * config.layers * config.width * config.length**2
-    return total
-
-
-def _applications(config: ResNetConfig | ViTConfig, path: str) -> int:
-    """How often a kernel is applied to an image: at the positions of a convolution's output, to vectors of a ViT."""
-    if isinstance(config, ViTConfig):
-        return {"embed": config.patches, "layers": config.length, "head": 1}[path.partition("/")[0]]
-    module, *names = path.split("/")
-    if module == "head":
-        return 1
-    halvings = 1 if config.stem == "imagenet" else 0
-    if module == "stages":
-        stage, block, name = int(names[0]), int(names[2]), names[3]
-        before_stride = config.block == "bottleneck" and block == 0 and name == "conv1"
-        halvings = 2 * halvings + stage - (stage > 0 and before_stride)
-    return math.ceil(config.image_size / 2**halvings) ** 2  # a stride of two leaves ceil(side / 2)

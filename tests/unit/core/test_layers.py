@@ -1,4 +1,4 @@
-"""The layer loop: one maths for scanned, unrolled and plain layers, and under ZeRO-3 one layer gathered at a time."""
+"""The layer loop: what its backward pass computes again, and what of layers and plans it refuses or reports."""
 
 import functools
 from collections import Counter
@@ -30,30 +30,6 @@ def stacked(rng=None, layers=LAYERS):
 
 def unstacked(layers):
     return [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(LAYERS)]
-
-
-def value_and_grads(loop):
-    """Of a scalar of the last activations, by the stacked layers and the first activations."""
-    x = jax.random.normal(jax.random.key(1), (4, WIDTH))
-    return jax.jit(jax.value_and_grad(lambda layers, x: (loop(layers, x) ** 2).sum(), argnums=(0, 1)))(stacked(), x)
-
-
-@functools.cache
-def plain_loop():
-    def loop(layers, x):
-        for layer in unstacked(layers):
-            x = block(layer, x)
-        return x
-
-    return value_and_grads(loop)
-
-
-@pytest.mark.parametrize("container", [dict, list, nnx.List])
-def test_scanned_layers_are_the_plain_loop(container):
-    def loop(layers, x):
-        return jdp.scan_layers(block, layers if container is dict else container(unstacked(layers)), x)
-
-    assert_close(value_and_grads(loop), plain_loop())
 
 
 # What the backward pass keeps.

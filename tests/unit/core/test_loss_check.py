@@ -95,10 +95,6 @@ def weighed(params, batch, rng):
     return jdp.Loss(squares(params, batch) + penalty(params) * weight, weight)
 
 
-def test_a_penalty_times_the_weight_counts_once():
-    check_equals_whole_batch(weighed, {"accumulate": 2, "partitioning": "manual"})
-
-
 def contrastive(params, batch, rng):
     """Each row against all others of the batch (InfoNCE, arXiv:1807.03748)."""
     z = outputs(params, batch)

@@ -1,4 +1,4 @@
-"""Flax NNX modules as plain trees: split once, merged while a step is traced, batch statistics and dropout included."""
+"""Flax NNX modules as plain trees: split once, merged while a step is traced, with whatever calls change."""
 
 import functools
 import types
@@ -18,21 +18,6 @@ import jdp
 FEATURES, ROWS = 8, 16
 
 
-class Model(nnx.Module):
-    """BatchNorm keeps state; Dropout draws from keys of its own; layers sit in a list."""
-
-    def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(FEATURES, FEATURES, rngs=rngs) for _ in range(2)])
-        self.norm, self.dropout = nnx.BatchNorm(FEATURES, momentum=0.9, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.layers[1](self.dropout(self.norm(self.layers[0](x))))
-
-
-def make(rng):
-    return Model(nnx.Rngs(rng))
-
-
 def loss_fn(model, batch, rng):
     y = model(batch["x"])
     return jdp.Loss((y**2).sum(), jnp.float32(y.shape[0]))
@@ -44,10 +29,6 @@ def data(seed=0):
 
 train = functools.partial(_train, check_loss=True)
 TX = optax.sgd(0.1)  # an optimizer is part of what a step is traced for
-
-
-def state_of(plan, init=make):
-    return jdp.init_state(init, TX, plan, rng=jax.random.key(3))
 
 
 class Odd(nnx.Module):
@@ -73,20 +54,6 @@ def test_dropped_variables_and_modes_are_reported(reported):
         "its .eval() in the loss",
         "a call of the model adds seen, which is not kept between steps",
     ]
-
-
-def test_statistics_and_masks_ignore_the_mesh():
-    """Each device computes its own rows: batch norms are synchronised, and mix no rows."""
-    ends = []
-    for plan in (plan_of(devices=1), plan_of()):
-        step, state, [metrics] = train(loss_fn, make, TX, plan, [data()], seed=3)
-        ends.append((state.params, state.model_state, metrics["loss"]))
-    assert step.partitioning == "manual" and "norm" not in step.why
-    assert_close(*ends, rtol=1e-4, atol=1e-5)
-    first = jax.device_get(state_of(plan_of(devices=1)).params)["layers"]["0"]
-    hidden = data()["x"] @ first["kernel"] + first["bias"]
-    norm = ends[0][1]["norm"]
-    assert_close([norm["mean"], norm["var"]], [0.1 * hidden.mean(0), 0.9 + 0.1 * hidden.var(0)], rtol=1e-4)
 
 
 @pytest.mark.parametrize("layers", [[jnp.ones(2)], jnp.ones((1, 2))])
@@ -133,33 +100,6 @@ def test_manual_refuses_counts_of_the_batch(accumulate):
         trace("manual", 4)
     for partitioning, devices in ((None, 4), ("auto", 4), ("manual", 1)):  # alone, or seeing the whole batch
         trace(partitioning, devices)
-
-
-class CountingNorm(nnx.BatchNorm):
-    """Counts rows, which devices do not average as they do its mean: in a variable, or an array that is none."""
-
-    def __init__(self, rngs, kind):
-        super().__init__(FEATURES, rngs=rngs)
-        self.rows = kind(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x):
-        if isinstance(self.rows, nnx.Variable):
-            self.rows[...] += len(x)
-        else:
-            self.rows = self.rows + len(x)
-        return super().__call__(x)
-
-
-@pytest.mark.parametrize("kind", [nnx.BatchStat, nnx.data])
-def test_rows_are_counted_on_all_devices(kind):
-    """Two batches of 16 rows are 32, in a step and in a custom loop."""
-    plan, init = plan_of(devices=4), lambda rng: CountingNorm(nnx.Rngs(rng), kind)
-    step, state, _ = train(loss_fn, init, TX, plan, [data(), data()])
-    gradient, module = jdp.value_and_grad(loss_fn, plan), jdp.init(init, plan, rng=jax.random.key(3))
-    for seed in (0, 1):
-        gradient(module, data(), jax.random.key(seed))
-    assert step.partitioning == "auto"
-    assert int(state.model_state["rows"]) == int(module.rows[...]) == 2 * ROWS
 
 
 scan = functools.partial(nnx.scan, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -289,20 +229,27 @@ def test_a_variable_without_arrays_is_refused():
 
 
 class Functional(nnx.Module):
-    """Functions that every instance makes anew."""
+    """Functions that every instance makes anew, and an array that is no variable, which a call changes."""
 
     def __init__(self, rngs, scale=2.0):
         self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
         self.act = lambda x: scale * nnx.relu(x)
         self.clip = functools.partial(jnp.clip, min=0, max=scale)
         self.table = ((scale, lambda x, slope=scale: x * slope),)
+        self.rows = nnx.data(jnp.zeros((), jnp.int32))
 
     def __call__(self, x):
+        self.rows = self.rows + len(x)
         return self.table[0][1](self.clip(self.act(self.linear(x))))
 
 
 def test_functions_made_anew_are_the_same_structure():
-    step = jdp.make_train_step(loss_fn, plan_of(devices=1))
+    """And what calls change is kept, in a step and in a custom loop."""
+    init, plan, key = lambda rng: Functional(nnx.Rngs(rng)), plan_of(devices=4), jax.random.key(3)
+    step, gradient = jdp.make_train_step(loss_fn, plan), jdp.value_and_grad(loss_fn, plan)
+    module = jdp.init(init, plan, rng=key)
     for _ in range(2):
-        step(state_of(plan_of(devices=1), lambda rng: Functional(nnx.Rngs(rng))), data())
+        state, _ = step(jdp.init_state(init, TX, plan, rng=key), data())
+        gradient(module, data(), key)
     assert step.jitted._cache_size() == 1
+    assert (int(state.model_state["rows"]), int(module.rows)) == (ROWS, 2 * ROWS)

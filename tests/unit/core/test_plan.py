@@ -59,23 +59,6 @@ def test_the_rest_spec(shape, compute, axes, expected, reason):
     assert reason in why
 
 
-def test_the_strategies_are_the_rows_of_the_table():
-    rows = {name: (row.shard_state, row.reduce_each_microbatch, row.gather) for name, row in STRATEGIES.items()}
-    assert rows == {
-        "ddp": (False, False, "never"),
-        "zero1": (True, False, "step"),
-        "zero2": (True, True, "step"),
-        "zero3": (True, True, "use"),
-    }
-
-
-def test_a_placement_says_shape_dtype_bytes_and_reason():
-    plan = jdp.Plan(jdp.make_mesh(), "zero3")
-    place = by_path(plan, abstract(plan, {"w": (256, 512)}))["params/w"]
-    assert (place.shape, place.dtype, place.bytes_per_device) == ((256, 512), "float32", 256 * 512 * 4 // 8)
-    assert place.reason == "sharded on dimension 1: 512 over data=8"
-
-
 MODEL_MESH = {"data": 4, "model": 2}
 
 
@@ -227,9 +210,8 @@ def test_a_mesh_that_divides_is_named(odd, words, reported):
         assert size > 1 or re.search(words.replace("[", r"\["), said), said
 
 
-def test_notices_go_to_standard_error(monkeypatch, capsys):
+def test_notices_go_to_standard_error(monkeypatch, fresh_notices, capsys):
     """Once a process, and not if the application has silenced the logger."""
-    monkeypatch.setattr(notices, "_said", set())
     monkeypatch.setattr(notices.logger, "hasHandlers", lambda: False)
     for text in ("a leaf is replicated", "a leaf is replicated", "and another"):
         notices.notice(text)

@@ -27,11 +27,17 @@ def loss_fn(params, batch, rng):
 
 
 def test_weights_must_rest_as_the_precision_says():
-    params = jax.eval_shape(lambda: {"a/w": jnp.zeros(8, "bfloat16")})
-    message = "Precision.params is fp32, but a/w is bfloat16. Initialise it in fp32, or pass precision="
+    """Those that are trained: frozen ones may be narrower."""
+
+    def trace(wrt):
+        narrow = lambda rng: init(rng) | {"small": jnp.ones(32, BF16)}  # noqa: E731
+        step, state = abstract_step(loss_fn, narrow, optax.adamw(0.1), plan_of("zero3"), precision="bf16", wrt=wrt)
+        return jax.eval_shape(step, state, BATCH)[0].params["small"].dtype
+
+    message = "Precision.params is fp32, but small is bfloat16. Initialise it in fp32, or pass precision="
     with pytest.raises(ValueError, match=re.escape(message)):
-        jdp.Precision.of("fp32").check_params(params)
-    jdp.Precision(params="bf16").check_params(params)
+        trace(None)
+    assert trace("w") == BF16
     double = {"b": jax.ShapeDtypeStruct((8,), np.float64)}
     with pytest.raises(ValueError, match=r"b is float64. Initialise it in fp32, or unset JAX_ENABLE_X64 "):
         jdp.Precision().check_params(double)

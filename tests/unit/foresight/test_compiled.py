@@ -1,10 +1,7 @@
 """A step is compiled once by content; what XLA refuses is one clear error; XLA's warnings belong to the program."""
 
-import os
 import zlib
-from dataclasses import asdict
 
-import assembler
 import jax
 import jax.numpy as jnp
 import pytest
@@ -76,25 +73,3 @@ def test_a_compiler_without_memory_names_the_remedy():
 
     with pytest.raises(CompileError, match=r"allocating 99 bytes\.\. Reduce the memory of a device: another strategy"):
         compile_step(Large())
-
-
-@pytest.mark.aot
-def test_programs_are_settled_before_assembly(monkeypatch):
-    """So the tests need not assemble them (`tests/support/assembler.py`)."""
-    if assembler.REAL not in os.environ:
-        pytest.skip("about machines without an NVIDIA driver")
-
-    def compiled():
-        mesh = Mesh(target("h100:1x8").devices, "data")
-        rows, whole = (NamedSharding(mesh, PartitionSpec(*names)) for names in (("data",), ()))
-        x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16, sharding=rows)
-        w = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=whole)
-        step = jax.jit(jax.grad(lambda w, x: jax.nn.softmax(jnp.tanh(x @ w) @ w).astype("float32").var()))
-        return compile_step(step.lower(w, x))
-
-    real, found = os.environ[assembler.REAL], []
-    for toolkit in (os.environ["CUDA_ROOT"], real):
-        monkeypatch.setattr("jax._src.lib.cuda_path", toolkit)  # read from CUDA_ROOT when jax was imported
-        found.append(compiled())
-    short, whole = found
-    assert {**asdict(short), "seconds": 0} == {**asdict(whole), "seconds": 0}

@@ -119,19 +119,6 @@ def same(result, work):
 START, DONE = ("start", "a", SHARD), ("done", "a")
 
 
-def test_communication_without_computation_is_exposed():
-    hidden = simulated([START, ("compute", LONG), DONE])
-    assert hidden.step_seconds == pytest.approx(copy_seconds(LONG))
-    assert (hidden.exposed_seconds, hidden.exposed_fraction) == (0, 0)
-    partly = simulated([START, ("compute", SHORT), DONE])
-    assert partly.exposed_seconds == pytest.approx(gather_seconds() - copy_seconds(SHORT))
-    assert partly.exposed_fraction == pytest.approx(1 - copy_seconds(SHORT) / gather_seconds())
-    for alone in ([START, DONE], [("sync", "a", SHARD)]):
-        result = simulated([("compute", LONG), *alone, ("compute", LONG)])
-        assert result.step_seconds == pytest.approx(2 * copy_seconds(LONG) + gather_seconds())
-        assert result.exposed_fraction == pytest.approx(1)
-
-
 def test_a_loop_of_unknown_length_counts_once():
     result = simulated([("loop", None, [("compute", LONG)])])
     assert result.step_seconds == pytest.approx(copy_seconds(LONG))
