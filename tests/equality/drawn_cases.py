@@ -25,10 +25,7 @@ OPTIONS = {
         *("plain_table", "calls", "layer_calls", "seen", "counted"),
     ),
     "inner": (None, "norm", "calls", "dropout", "one_rngs"),
-    "noise": (
-        *(None, "mask", "flat", "dropout", "split", "scalar", "held", "parents", "inside"),
-        *("layer_fold", "layer_split", "keys", "numbered", "gamma", "vector", "last_rows"),
-    ),
+    "noise": (None, "mask", "dropout", "held", "parents", "inside", "layer_fold", "layer_split"),
     "batch": ("flat", "nested", "tuple"),
     "weights": ("ones", "uneven", "half", "counts"),
     "bad": (None, "infinite", "empty"),
@@ -136,8 +133,6 @@ def possible(case, settings):
         change["metrics"] = None
     if case.term == "pairs" and any(case.rows // setting.accumulate % 2 for setting in settings):
         change["term"] = None
-    if case.noise == "last_rows" and case.inputs == "floats":
-        change["noise"] = "mask"
     case = dataclasses.replace(case, **change)
     split = any(setting.accumulate > 1 for setting in settings)
     if case.keeps and case.draws and split:  # the masks of a microbatch are the rows of masks that are never drawn
@@ -152,8 +147,4 @@ def may_be_refused(case, setting):
         return False
     if case.loss == "mean" and setting.accumulate > 1:
         return True
-    return (
-        case.term in ("bare_decay", "negatives", "pairs")
-        or case.state == "counted"
-        or case.noise in ("numbered", "gamma")
-    )
+    return case.term in ("bare_decay", "negatives", "pairs") or case.state == "counted"

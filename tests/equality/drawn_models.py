@@ -252,36 +252,12 @@ def first_state(case, width):
 
 
 def noisy(case, h, rng):
-    """Add noise to the activations [rows, ..., width]; one way to draw it for each name."""
-    if rng is None or case.noise in (None, "held", "parents", "layer_split", "layer_fold", "inside"):
+    """Multiply the activations [rows, ..., width] by a mask; test_row_keys has the other ways to draw."""
+    if rng is None or case.noise not in ("mask", "dropout"):
         return h
-    rows = h.shape[0]
-    match case.noise:
-        case "mask":
-            return h * jax.random.bernoulli(rng, 0.8, h.shape)
-        case "flat":
-            flat = h.reshape(-1, h.shape[-1])
-            return (flat * jax.random.bernoulli(rng, 0.8, flat.shape)).reshape(h.shape)
-        case "dropout":
-            return nnx.Dropout(0.3, deterministic=False)(h, rngs=nnx.Rngs(rng))
-        case "split":
-            one, two = jax.random.split(rng)
-            return h * jax.random.bernoulli(one, 0.8, h.shape) + 0.1 * jax.random.uniform(two, h.shape)
-        case "scalar":
-            return h * (1 + 0.3 * jax.random.normal(rng, ()))
-        case "keys":
-            keys = jax.random.split(rng, rows)
-            return h + 0.2 * jax.vmap(lambda key, x: jax.random.normal(key, x.shape))(keys, h)
-        case "numbered":
-            keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(rows))
-            return h + 0.2 * jax.vmap(lambda key, x: jax.random.normal(key, x.shape))(keys, h)
-        case "gamma":
-            return h * (1 + 0.2 * jax.random.gamma(rng, 2.0, (rows,) + (1,) * (h.ndim - 1)))
-        case "vector":
-            return h + 0.2 * jax.random.normal(rng, h.shape[-1:])
-        case "last_rows":
-            return h + 0.2 * jnp.moveaxis(jax.random.normal(rng, (*h.shape[1:], rows)), -1, 0)
-    raise ValueError(case.noise)
+    if case.noise == "dropout":
+        return nnx.Dropout(0.3, deterministic=False)(h, rngs=nnx.Rngs(rng))
+    return h * jax.random.bernoulli(rng, 0.8, h.shape)
 
 
 # Losses.
