@@ -3,6 +3,7 @@
 The examples go on from the lines in the docstring of `jdp` itself, which make a plan, a model, a loss and a batch.
 """
 
+import builtins
 import doctest
 import inspect
 import re
@@ -10,6 +11,7 @@ import re
 import jax
 import pytest
 from own_process import python
+from test_docstrings import public_values
 
 import jdp
 
@@ -20,25 +22,10 @@ SHOWN_ELSEWHERE = {*(f"jdp.export.{name}" for name in ("Names", "Part", "Tensor"
 """The types of what jdp.export.hf_names and jdp.prove.prove return: in the examples of these."""
 
 
-def public():
-    """Name -> function or class, each once: by the shortest of its names."""
-    found = {}
-    for name in jdp.__all__:
-        if name not in MODULES:
-            found[f"jdp.{name}"] = getattr(jdp, name)
-    for module in MODULES:
-        for name in getattr(jdp, module).__all__:
-            value = getattr(getattr(jdp, module), name)
-            if not any(value is other for other in found.values()):
-                found[f"jdp.{module}.{name}"] = value
-    return {
-        name: value
-        for name, value in found.items()
-        if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__.startswith("jdp")
-    }
-
-
-NAMES = public()
+NAMES = {}  # name -> function or class, each once: by the shortest of its names
+for _name, _value in public_values(jdp, *(getattr(jdp, module) for module in MODULES)):
+    if _value not in NAMES.values():
+        NAMES[_name] = _value
 IN_THIS_PROCESS = [name for name in NAMES if name not in {*FOR_A_PROCESS, *SHOWN_ELSEWHERE}]
 
 
@@ -65,6 +52,7 @@ def run(examples, name, values):
     test = doctest.DocTest(examples, values, name, None, None, None)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     runner.run(test, out=report.append, clear_globs=False)
+    vars(builtins).pop("_", None)  # the last value that was shown; tyro, imported later, would hash it
     assert not report, "".join(report)
     return test.globs
 

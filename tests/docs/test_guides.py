@@ -309,15 +309,3 @@ def test_every_loop_has_a_row():
     loops = [file.name for file in ROOT.glob("experiments/loops/*.py") if "def train(" in file.read_text("utf-8")]
     listed = re.findall(r"experiments/loops/(\w+\.py)\) \|", GUIDES["jdp/core/own_loop.md"])
     assert sorted(listed) == sorted(loops)
-
-
-WRONG = ["jdp trian FILE", "jdp train FILE --train.stepps 3", "jdp plan FILE --target h100:8x8 --nosuch"]
-WRONG += ["jdp train experiments/nosuch.toml", "jdp launch -n 2 -- experiments/nosuch.toml"]
-WRONG += ["python experiments/nosuch.py", "pip install '.[nosuch]'", "nosuch command"]
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_a_wrong_command_is_found(text):
-    with pytest.raises((AssertionError, ValueError, SystemExit)):
-        for command in commands(Block((), "bash", text, 1, False)):
-            check_command(command)

@@ -127,11 +127,3 @@ def is_there(word):
             owner != "jdp" and is_there(owner) and field in vars(pkgutil.resolve_name(owner)).get("__annotations__", {})
         )
     return True
-
-
-def test_names_that_do_not_exist_are_found():
-    wrong = "See `jdp.Plans`, `Plan.offloads`, `jdp/core/nothing.py`, `jdp.core.init.train_state`, `any.word`."
-    missing = [re.search("`(.*)`", each)[1] for each in unresolved(ModuleType("invented", wrong))]
-    assert missing == ["jdp.Plans", "Plan.offloads", "jdp/core/nothing.py"]
-    good = "`jdp.core.init` `jdp.guard.check_replicas(state)` `Plan.placements` `Step.partitioning` `placement.py`"
-    assert list(unresolved(ModuleType("invented", good))) == []
