@@ -1,7 +1,6 @@
 """pytest's options and markers of this suite, each in a pytest of its own: skips in CI, tenths, default ids."""
 
 import pytest
-import skips
 import tenth
 from own_process import run_pytest
 
@@ -39,13 +38,6 @@ def test_skips_for_missing_packages_fail_in_ci(variables, counts, tmp_path):
     assert counts in result.stdout
 
 
-def test_a_missing_package_is_named_with_its_command():
-    text = skips.refusal("could not import 'pyarrow.parquet': No module named 'pyarrow'")
-    assert text is not None
-    assert "pyarrow.parquet cannot be imported: pip install pyarrow, or the extra it belongs to" in text
-    assert skips.refusal("could not import 'torch': No module named 'torch'") is None
-
-
 # Ten commits, one for each last digit, run every test once between them; time that is over skips, in words.
 
 NAMES = [f"test_many.py::test_one[{number}]" for number in range(40)]
@@ -81,11 +73,6 @@ def test_skips_after_the_time_say_so(tmp_path):
     assert over.returncode == 0
     assert "40 skipped" in over.stdout
     assert tenth.OVER in over.stdout
-
-
-def test_what_is_no_commit_is_refused():
-    with pytest.raises(ValueError, match="takes a commit's hash; given 'HEAD'"):
-        tenth.tenth_of("HEAD")
 
 
 # Ids that `@pytest.mark.default_ids` names exist.

@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 import jdp
-from jdp.models import GPTConfig, build
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Entry:
     """A loss function, and what it is called with.
 
     Attributes:
-        init: (rng) -> parameters, or an NNX module.
+        init: (rng) -> parameters.
         batch: (rows) -> arrays whose leading dimension is the row.
         loss: (model, batch, rng) -> `jdp.Loss`, or the mean over the rows.
     """
@@ -100,26 +98,12 @@ def unit(x):
 WORDS, WIDTH, LENGTH = 11, 8, 6
 
 
-def init_gpt(rng):
-    config = GPTConfig(vocab_size=WORDS, context=LENGTH, layers=1, width=WIDTH, heads=2, dropout=0.1)
-    return build(config, rngs=nnx.Rngs(rng))
-
-
 SUMS, MIXES = [], []
-TEXT = {"tokens": below(WORDS, LENGTH), "targets": below(WORDS, LENGTH), "mask": lengths(LENGTH)}
 LABELLED = batch_of(x=floats(6), label=below(4), weight=uneven)
 CLASSIFIER = weights_of(up=(6, WIDTH), down=(WIDTH, 4))
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 # Language models.
-
-
-@entry(SUMS, init_gpt, batch_of(**TEXT))
-def gpt_with_padding(model, batch, rng):
-    logits = model(batch["tokens"], rng=rng)
-    nll = cross_entropy(logits, batch["targets"])
-    hits = (logits.argmax(-1) == batch["targets"]) * batch["mask"]
-    return jdp.Loss((nll * batch["mask"]).sum(), batch["mask"].sum(), {"accuracy": hits.sum()})
 
 
 PAIRS = {"chosen": below(WORDS, LENGTH), "rejected": below(WORDS, LENGTH), "mask": lengths(LENGTH)}
@@ -142,12 +126,6 @@ def dpo(params, batch, rng):
 
 
 # Classifiers and regressions.
-
-
-@entry(SUMS, CLASSIFIER, batch_of(x=floats(6), labels=below(2, 4), known=lengths(4, bool)))
-def many_labels_some_unknown(params, batch, rng):
-    nll = optax.sigmoid_binary_cross_entropy(mlp(params, batch["x"]), batch["labels"])
-    return jdp.Loss(nll.sum(where=batch["known"]), batch["known"].sum())
 
 
 @entry(SUMS, CLASSIFIER, LABELLED)
@@ -215,16 +193,6 @@ def clip(params, batch, rng):
     return (cross_entropy(logits, own).mean() + cross_entropy(logits.T, own).mean()) / 2
 
 
-@entry(MIXES, CLASSIFIER, LABELLED)
-def hardest_triplets(params, batch, rng):
-    z, label = mlp(params, batch["x"]), batch["label"]
-    distance = jnp.sum((z[:, None] - z[None, :]) ** 2, axis=-1)
-    same = label[:, None] == label[None, :]
-    positive = jnp.max(jnp.where(same, distance, 0.0), axis=1)
-    negative = jnp.min(jnp.where(same, 1e6, distance), axis=1)
-    return jax.nn.relu(positive - negative + 0.2).mean()
-
-
 # Statistics of the batch.
 
 
@@ -237,18 +205,6 @@ def byol(params, batch, rng):
 
     online, target = project(batch["a"]) @ params["predict"], jax.lax.stop_gradient(project(batch["b"]))
     return (2 - 2 * optax.losses.cosine_similarity(online, target, epsilon=1e-6)).mean()
-
-
-ACTED = batch_of(x=floats(6), action=below(4), logp=floats(), advantage=floats(), reward=floats())
-
-
-@entry(MIXES, CLASSIFIER, ACTED)
-def ppo_with_normalised_advantages(params, batch, rng):
-    advantage = batch["advantage"]
-    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    logp = jax.nn.log_softmax(mlp(params, batch["x"]))[jnp.arange(advantage.shape[0]), batch["action"]]
-    ratio = jnp.exp(logp - batch["logp"])
-    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
 
 
 @entry(MIXES, CLASSIFIER, LABELLED)

@@ -105,23 +105,6 @@ time.sleep(1.5 * jax.process_index())
     assert "[0] joined (0, 2) 0 2 10.0\n" in out and "[1] joined (1, 2) 1 2 10.0\n" in out
 
 
-@pytest.mark.rest
-def test_failures_skip_the_exit_barrier(together):
-    code, out, err = together(
-        JOIN
-        + """
-jax.devices()
-if jax.process_index() == 1:
-    print("rank 1 gives up", flush=True)
-    joining.leave_after_failure(3)
-time.sleep(100)
-print("waited", flush=True)
-"""
-    )
-    assert code == 3 and "process 1 of 2 ended with exit code 3" in err and "rank 1 gives up" in err
-    assert "waited" not in out
-
-
 HOOK = """
 def mine(kind, error, trace):
     print("my own hook saw", kind.__name__, flush=True)
