@@ -92,13 +92,10 @@ def init_one(rng):
     return {"kernel": jax.random.uniform(rng, (FEATURES, OUT)), "bias": jnp.ones(OUT)}
 
 
-def regression(params, batch):
-    """[rows]: how far each prediction is from targets below all of them, squared."""
-    return ((batch["x"] @ params["kernel"] + params["bias"] - batch["y"]) ** 2).mean(axis=1)
-
-
 def loss_all(params, batch, rng):
-    return jdp.Loss(sum(regression(part, batch).sum() for part in params.values()), jnp.float32(batch["x"].shape[0]))
+    """The predictions' squared distances from targets below all of them."""
+    errors = [batch["x"] @ part["kernel"] + part["bias"] - batch["y"] for part in params.values()]
+    return jdp.Loss(sum((error**2).mean(axis=1).sum() for error in errors), jnp.float32(batch["x"].shape[0]))
 
 
 def batches():

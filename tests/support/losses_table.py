@@ -75,9 +75,9 @@ def below(limit, *shape):
     return lambda random, rows: random.integers(0, limit, (rows, *shape), dtype=np.int32)
 
 
-def lengths(length, kind=np.float32):
+def lengths(length):
     """A mask of padding: 1 where a token counts, of rows of 1 to `length` tokens."""
-    return lambda random, rows: (np.arange(length) < random.integers(1, length + 1, (rows, 1))).astype(kind)
+    return lambda random, rows: (np.arange(length) < random.integers(1, length + 1, (rows, 1))).astype(np.float32)
 
 
 def uneven(random, rows):
@@ -95,50 +95,12 @@ def unit(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-WORDS, WIDTH, LENGTH = 11, 8, 6
-
-
+WIDTH, LENGTH = 8, 6
 SUMS, MIXES = [], []
 LABELLED = batch_of(x=floats(6), label=below(4), weight=uneven)
 CLASSIFIER = weights_of(up=(6, WIDTH), down=(WIDTH, 4))
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
-# Language models.
-
-
-PAIRS = {"chosen": below(WORDS, LENGTH), "rejected": below(WORDS, LENGTH), "mask": lengths(LENGTH)}
-FROZEN = np.random.default_rng(3).normal(size=(WORDS, WORDS)).astype("f")
-
-
-@entry(SUMS, weights_of(logits=(WORDS, WORDS)), batch_of(**PAIRS))
-def dpo(params, batch, rng):
-    """A pair in each row (arXiv:2305.18290)."""
-
-    def score(table, tokens):
-        logp = jnp.take_along_axis(jax.nn.log_softmax(table[tokens[:, :-1]]), tokens[:, 1:, None], axis=-1)
-        return (logp.squeeze(-1) * batch["mask"][:, 1:]).sum(-1)
-
-    margins = [
-        score(params["logits"], batch[name]) - score(jnp.asarray(FROZEN), batch[name])
-        for name in ("chosen", "rejected")
-    ]
-    return -jax.nn.log_sigmoid(0.1 * (margins[0] - margins[1])).mean()
-
-
-# Classifiers and regressions.
-
-
-@entry(SUMS, CLASSIFIER, LABELLED)
-def added_row_by_row(params, batch, rng):
-    def add(sums, row):
-        nll = cross_entropy(mlp(params, row["x"]), row["label"])
-        return (sums[0] + row["weight"] * nll, sums[1] + row["weight"]), None
-
-    (total, weight), _ = jax.lax.scan(add, (0.0, 0.0), batch)
-    return jdp.Loss(total, weight)
-
-
-# Generative models.
 
 TIMED = weights_of(up=(7, WIDTH), down=(WIDTH, 6))
 ALPHAS = np.cumprod(1 - np.linspace(1e-4, 0.2, 10, dtype=np.float32))
@@ -152,9 +114,6 @@ def diffusion(params, batch, rng):
     noise, kept = jax.random.normal(for_noise, x.shape), jnp.asarray(ALPHAS)[t][:, None]
     noisy = jnp.sqrt(kept) * x + jnp.sqrt(1 - kept) * noise
     return jnp.mean((mlp(params, jnp.concatenate([noisy, t[:, None] / 10], axis=-1)) - noise) ** 2)
-
-
-# Sounds and tables.
 
 
 SOUND = {"x": floats(LENGTH, 3), "padded": lengths(LENGTH), "labels": below(3, 2), "spoken": lengths(2)}
@@ -179,9 +138,6 @@ def criteo(params, batch, rng):
 
 # In all below a row's term depends on other rows.
 
-SCORER = weights_of(up=(6, WIDTH), down=(WIDTH, 1))
-VIEWS = batch_of(a=floats(6), b=floats(6))
-
 # Every row against every row.
 
 
@@ -193,18 +149,7 @@ def clip(params, batch, rng):
     return (cross_entropy(logits, own).mean() + cross_entropy(logits.T, own).mean()) / 2
 
 
-# Statistics of the batch.
-
-
-@entry(MIXES, weights_of(up=(6, WIDTH), down=(WIDTH, 4), predict=(4, 4)), VIEWS)
-def byol(params, batch, rng):
-    def project(x):
-        h = x @ params["up"]
-        h = (h - h.mean(axis=0)) / jnp.sqrt(h.var(axis=0) + 1e-5)
-        return jax.nn.relu(h) @ params["down"]
-
-    online, target = project(batch["a"]) @ params["predict"], jax.lax.stop_gradient(project(batch["b"]))
-    return (2 - 2 * optax.losses.cosine_similarity(online, target, epsilon=1e-6)).mean()
+# A mean that is changed afterwards.
 
 
 @entry(MIXES, CLASSIFIER, LABELLED)
@@ -223,7 +168,7 @@ def clipped_at_a_quantile(params, batch, rng):
     return jnp.where(nll > limit, 0.0, nll).mean()
 
 
-@entry(MIXES, SCORER, batch_of(x=floats(6), time=floats(), died=below(2)))
+@entry(MIXES, weights_of(up=(6, WIDTH), down=(WIDTH, 1)), batch_of(x=floats(6), time=floats(), died=below(2)))
 def cox_survival(params, batch, rng):
     """Each row against the rows that lived at least as long; rows are sorted by time."""
     risk = mlp(params, batch["x"])[:, 0]
@@ -249,15 +194,7 @@ def siblings_are_alike(params, batch, rng):
     return jdp.Loss(pairs.sum(), jnp.float32(pairs.shape[0]))
 
 
-@entry(MIXES, weights_of(cell=(WIDTH, WIDTH), into=(6, WIDTH), out=(WIDTH, 4)), LABELLED)
-def state_from_row_to_row(params, batch, rng):
-    def step(h, row):
-        h = jnp.tanh(h @ params["cell"] + row["x"] @ params["into"])
-        return h, cross_entropy(h @ params["out"], row["label"])
-
-    _, nll = jax.lax.scan(step, jnp.zeros(WIDTH), batch)
-    return jdp.Loss((nll * batch["weight"]).sum(), batch["weight"].sum())
-
+# Statistics of the batch.
 
 EXPERTS = weights_of(gate=(6, 3), up=(3, 6, WIDTH), down=(3, WIDTH, 4))
 TOKENS = batch_of(x=floats(5, 6), y=floats(5, 4))

@@ -55,12 +55,6 @@ def test_links_are_those_that_plans_use():
     assert [f"{rate:.3g}" for rate in rates] == shown
 
 
-def test_replica_is_mics_and_not_hpz():
-    """With `replica` a group holds all state, as MiCS does; ZeRO++'s hpZ leaves optimizer state shared by all."""
-    assert re.search(r"^\| MiCS [^|]*\| `replica`", README, flags=re.MULTILINE)
-    assert not re.search(r"hpz[^|]*\| *`replica`", README, flags=re.IGNORECASE)
-
-
 def test_4_devices_for_70b():
     held = [zero_bytes(B70, devices, "zero3").total for devices in (13, 14)]
     assert held[1] <= 80e9 < held[0]
