@@ -88,15 +88,6 @@ def rows(text):
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip()[1:-1])] for line in found]
 
 
-def long_sentences(text):
-    cells = [cell for row in rows(text) for cell in row]
-    return too_long([re.sub(r"^#.*$", "", prose(text), flags=re.M), *cells])
-
-
-def words_outside_of_code(text):
-    return private_words([re.sub(r"`[^`]*`", "code", without_code(text))])
-
-
 def test_guides_are_short():
     """All pages together, because a page may be as long as its subject needs."""
     assert sum(len(text.split()) for text in GUIDES.values()) <= MOST_WORDS
@@ -105,8 +96,9 @@ def test_guides_are_short():
 @every_guide
 def test_a_page_is_plain(guide):
     text = GUIDES[guide]
-    assert long_sentences(text) == []
-    assert words_outside_of_code(text) == []
+    cells = [cell for row in rows(text) for cell in row]
+    assert too_long([re.sub(r"^#.*$", "", prose(text), flags=re.M), *cells]) == []
+    assert private_words([re.sub(r"`[^`]*`", "code", without_code(text))]) == []
     assert {block.language.partition(" ")[0] for block in blocks(text)} <= {*LANGUAGES}
 
 
@@ -128,13 +120,9 @@ def test_its_python_runs(guide, request, capsys, monkeypatch, tmp_path):
         exec(compile(code, str(ROOT / guide), "exec"), names)
         following = found[number + 1] if found[number + 1 :] else None
         if following and following.language == "text" and following.follows:
-            assert_printed(capsys.readouterr().out, following.text)
-
-
-def assert_printed(given, expected):
-    given = re.sub(r" +$", "", given, flags=re.M)
-    if not doctest.OutputChecker().check_output(expected, given, doctest.ELLIPSIS):
-        pytest.fail(f"the page says that this is printed:\n{expected}\nand this is:\n{given}")
+            printed = re.sub(r" +$", "", capsys.readouterr().out, flags=re.M)
+            shown = doctest.OutputChecker().check_output(following.text, printed, doctest.ELLIPSIS)
+            assert shown, f"the page says that this is printed:\n{following.text}\nand this is:\n{printed}"
 
 
 def commands(block):
