@@ -29,7 +29,7 @@ class Case:
     width: int = 8
     layers: int = 1  # of the loop
     stacked: bool = False  # one tree with a leading layer dimension, or a list
-    walk: str = "once"  # through the layers; twice; in the model's own loop; with a tree of activations; beside numbers
+    walk: str = "once"  # through the layers; twice; in the model's own loop; with a tree of activations
     remat: str | None = None  # as of `jdp.scan_layers`
     tied: bool = False  # the first weight is the last one, too
     shared: bool = False  # one dense layer is used before and after the loop
@@ -138,10 +138,6 @@ def walked(case, block, layers, h, rng, loop):
 
             end = loop(both, layers, start)
             return end["h"] + 0.1 * end["means"][0][..., None] * end["means"][1]
-        case "numbered":
-            numbers = jnp.arange(case.layers, dtype=jnp.float32)
-            beside = (layers, numbers) if case.stacked else list(zip(layers, numbers, strict=True))
-            return loop(lambda pair, h: block(pair[0], h) + 0.1 * pair[1], beside, h)
     raise ValueError(case.walk)
 
 
@@ -222,7 +218,7 @@ class Net(nnx.Module):
                 return self.norm(h)
             case "masked_norm":
                 return self.norm(h, mask=counts[..., None])
-            case "table" | "half_table":
+            case "half_table":
                 return jnp.where(self.kept.get_value() < -1, 0.1, h)
             case "plain_table":
                 return h + self.kept
@@ -237,11 +233,9 @@ class Net(nnx.Module):
 
 
 def first_state(case, width):
-    tables = {"table": (jnp.float32, jnp.finfo(jnp.float32).min), "half_table": (jnp.float16, -30000.0)}
     match case.state:
-        case "table" | "half_table":
-            dtype, low = tables[case.state]
-            return nnx.Variable(jnp.where(jnp.arange(width) % 3 == 0, jnp.asarray(low, dtype), jnp.asarray(0, dtype)))
+        case "half_table":
+            return nnx.Variable(jnp.where(jnp.arange(width) % 3 == 0, jnp.float16(-30000), jnp.float16(0)))
         case "plain_table":
             return nnx.data(jnp.arange(width, dtype=jnp.float32) / 10)
         case "calls" | "layer_calls" | "counted":
@@ -336,19 +330,16 @@ def weights(case, random, places):
 
 
 def packed(case, x, y, weight):
-    if case.batch == "tuple":
-        return x, [y.astype(np.uint8), weight]
     if case.batch == "nested":
-        return {"in": {"x": x, "id": np.arange(len(x), dtype=np.int8)}, "out": {"y": y, "more": (weight, x[..., :1])}}
+        y = (y.astype(np.uint8), weight)
+        return {"in": {"x": x, "id": np.arange(len(x), dtype=np.int8)}, "out": {"y": y, "more": [x[..., :1]]}}
     return {"x": x, "y": y, "weight": weight}
 
 
 def unpacked(case, batch):
-    if case.batch == "tuple":
-        x, (y, weight) = batch
-        return x, y.astype(jnp.int32), weight
     if case.batch == "nested":
-        return batch["in"]["x"], batch["out"]["y"], batch["out"]["more"][0]
+        y, weight = batch["out"]["y"]
+        return batch["in"]["x"], y.astype(jnp.int32), weight
     return batch["x"], batch["y"], batch["weight"]
 
 
