@@ -1,14 +1,20 @@
-"""Two hosts with addresses of their own: processes that ssh or mpirun starts join, and a link that is cut ends both."""
+"""Two hosts with addresses of their own: processes that ssh or mpirun starts join, and a link that is cut ends both.
+
+The hosts are network namespaces on this machine that a virtual cable joins. Each has an interface `cable` with its
+address of ADDRESSES, and a loopback of its own; nothing else is reachable from them. Each knows both names. The cable
+is cut by taking one end down, which loses packets without a word to either side, as a pulled one does.
+"""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
-import two_hosts
 import yaml
 from own_process import environment
 from paths import EXPERIMENTS, SUPPORT
@@ -23,13 +29,63 @@ TRAIN = {"steps": 24, "batch_size": 8, "log_every": 1, "checkpoint_every": 5, "e
 SECONDS = 200  # the machine may be busy
 
 
+NAMES = ("h0", "h1")
+ADDRESSES = ("192.0.2.1", "192.0.2.2")  # TEST-NET-1: nobody's
+NAMESPACES = tuple(f"jdp{os.getpid() % 100000}{name}" for name in NAMES)
+
+
+def missing():
+    """Why there can be no such hosts here; None if there can."""
+    absent = [name for name in ("ip", "unshare", "hostname") if shutil.which(name) is None]
+    if os.geteuid() != 0 or absent:
+        return f"two hosts on one machine need root and iproute2 (no {absent[0] if absent else 'root'})"
+    tried = subprocess.run(["ip", "netns", "add", NAMESPACES[0]], capture_output=True, text=True, timeout=20)
+    if tried.returncode != 0:
+        return f"this machine has no network namespaces: {tried.stderr.strip()}"
+    ip("netns", "delete", NAMESPACES[0])
+    return None
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, timeout=20, capture_output=True)
+
+
+def cut():
+    ip("-n", NAMESPACES[1], "link", "set", "cable", "down")
+
+
+def join():
+    for namespace in NAMESPACES:
+        ip("-n", namespace, "link", "set", "cable", "up")
+
+
 @pytest.fixture
 def on(tmp_path):
-    """The command line that runs a command on host 0 or 1."""
-    if why := two_hosts.missing():
+    """The command line that runs a command on host 0 or 1. The /etc/hosts of host N is `hostsN`."""
+    if why := missing():
         pytest.skip(why)
-    with two_hosts.two_hosts(tmp_path) as on:
+
+    def on(number, command):
+        script = f'hostname {NAMES[number]} && mount --bind {tmp_path}/hosts{number} /etc/hosts && exec "$@"'
+        own_names = ["unshare", "--uts", "--mount", "sh", "-c", script, "sh"]
+        return ["ip", "netns", "exec", NAMESPACES[number], *own_names, *command]
+
+    lines = ["127.0.0.1 localhost", *map(" ".join, zip(ADDRESSES, NAMES, strict=True))]
+    try:
+        for number, namespace in enumerate(NAMESPACES):
+            (tmp_path / f"hosts{number}").write_text("\n".join(lines) + "\n")
+            ip("netns", "add", namespace)
+            ip("-n", namespace, "link", "set", "lo", "up")
+        ends = [("cable", "netns", NAMESPACES[0]), ("peer", "name", "cable", "netns", NAMESPACES[1])]
+        ip("link", "add", *ends[0], "type", "veth", *ends[1])
+        for namespace, address in zip(NAMESPACES, ADDRESSES, strict=True):
+            ip("-n", namespace, "address", "add", f"{address}/24", "dev", "cable")
+        join()
         yield on
+    finally:
+        for namespace in NAMESPACES:  # the cable goes with them
+            with suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", namespace)
 
 
 def write(folder, **train):
@@ -77,21 +133,21 @@ def test_a_cut_link_ends_both_with_reasons(start, tmp_path):
     program = [str(SUPPORT / "faulty.py"), json.dumps(held)]
 
     def both(*program):
-        place = {"JDP_COORDINATOR": f"{two_hosts.ADDRESSES[0]}:8476", "JDP_NUM_PROCESSES": "2", "JDP_RESTARTS": "0"}
+        place = {"JDP_COORDINATOR": f"{ADDRESSES[0]}:8476", "JDP_NUM_PROCESSES": "2", "JDP_RESTARTS": "0"}
         train = [sys.executable, *program, "train", f"{tmp_path}/points.toml", f"--run-dir={runs}"]
         return [start(number, *train, JDP_PROCESS_ID=str(number), **place) for number in range(2)]
 
     hosts = both(*program)
     wait_for((tmp_path / "0:0").exists, hosts)
-    two_hosts.cut()
-    cut = time.monotonic()
+    cut()
+    since = time.monotonic()
     go.touch()
     codes, printed = end(tmp_path, *hosts)
     assert codes == [75, 75], printed
-    assert time.monotonic() - cut < 120
+    assert time.monotonic() - since < 120
     assert "Process 1 does not answer: " in printed[0]
     assert "process 0 is stopped or gone, or the network to it" in printed[1]
-    two_hosts.join()
+    join()
     codes, printed = end(tmp_path, *both("-m", "jdp"))
     assert codes == [0, 0], printed
     (step,) = re.findall(r"resumed after step (\d+)", printed[0])
@@ -110,7 +166,7 @@ def test_a_killed_hosts_memory_comes_from_its_neighbour(start, tmp_path):
         memory = tmp_path / f"memory{number}"
         memory.mkdir()
         program = [str(SUPPORT / "faulty.py"), json.dumps({"folder": str(tmp_path)} | faults)]
-        where = ["--nodes=2", f"--node-rank={number}", f"--coordinator={two_hosts.ADDRESSES[0]}:29500"]
+        where = ["--nodes=2", f"--node-rank={number}", f"--coordinator={ADDRESSES[0]}:29500"]
         launch = [sys.executable, "-m", "jdp", "launch", "-n=1", *where, "--max-restarts=1", "--"]
         return start(number, *launch, sys.executable, *program, *train, JDP_MEMORY_DIR=str(memory))
 
@@ -146,6 +202,6 @@ def test_pods_join_once_pod_0_has_a_name(start, tmp_path):
     wait_for(lambda: waits in (tmp_path / "out1").read_text(), [pod_1])
     for number in range(2):
         with (tmp_path / f"hosts{number}").open("a") as names:
-            names.write(f"{two_hosts.ADDRESSES[0]} train-workers-0-0.train\n")
+            names.write(f"{ADDRESSES[0]} train-workers-0-0.train\n")
     codes, printed = end(tmp_path, pod(0), pod_1)
     assert codes == [0, 0] and "step 3/3  loss" in printed[0], printed
