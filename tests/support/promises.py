@@ -7,7 +7,7 @@ default fails there.
 
 NAMES = {
     "CheckpointError": "test_checkpoint_faults.py::test_a_path_without_a_checkpoint_is_named",
-    "Checkpoints": "test_checkpoint.py::test_a_restored_run_goes_on",
+    "Checkpoints": "test_checkpoint.py::test_a_state_is_restored_onto_any_plan[zero3-axes3]",
     "Deadline": "test_processes_of_guard.py::test_a_loop_that_hangs_ends_with_75",
     "Feed": "test_feed.py::test_rows_are_sharded_as_the_plan_says",
     "Loss": "test_step.py::test_the_objective_is_sum_over_weight_exactly[zero3-manual-axes2-4]",

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import jdp
 from jdp.cli.main import main
-from jdp.experiment.file import ExperimentError, from_table, load, to_toml
+from jdp.experiment.file import from_table, load, to_toml
 from jdp.export import export_hf, gpt_config_from_hf, hf_names, import_safetensors
 from jdp.models import GPT
 from jdp.run.weights import InitialWeights
@@ -246,18 +246,6 @@ def test_a_model_by_its_folder_reads_back(tmp_path):
     assert load(tmp_path / "again.toml") == made
     (tmp_path / "relative.toml").write_text(to_toml(made).replace(f"hf:{folder}", "hf:llama"))
     assert load(tmp_path / "relative.toml") == made, "relative to the file"
-
-
-def test_a_folder_without_a_model_is_one_line(tmp_path):
-    table = table_for(config_in(tmp_path / "bad", {"model_type": "bert"}))
-    other = table | {"model": {"name": "gpt3"}}
-    for given, message in (
-        (table, "must lead to .*config.json: model_type must be"),
-        (other, "must be one of gpt-nano"),
-    ):
-        with pytest.raises(ExperimentError, match=rf"model\.name {message}") as error:
-            from_table(given)
-        assert "\n" not in str(error.value)
 
 
 def test_a_run_says_the_keys_to_set(tmp_path, capsys):

@@ -22,7 +22,7 @@ from tiny_runs import refused
 import jdp
 from jdp.base import machine
 from jdp.cli import main as cli
-from jdp.cli.options import USUAL_KEYS, UsageError, split_overrides, write_file
+from jdp.cli.options import USUAL_KEYS, UsageError, write_file
 from jdp.core.cluster.initialize import is_lost_peer
 from jdp.core.cluster.schedulers import find_cluster
 from jdp.experiment.file import describe
@@ -123,10 +123,6 @@ MISTAKES = {
     "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
     "nothing to launch": (["launch", "-n", "2", "x.toml"], "an experiment or a program comes after --; given no --"),
     "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more; given 0"),
-    "launch on none": (
-        ["launch", "-n1", "--devices-per-process", "0", "--", "a"],
-        "per-process must be 1 or more; given 0",
-    ),
     "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
     "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "from 1 to train.steps"),
     "no place": (["launch", "-n", "2", "--nodes", "2", "--", "x.py"], "given --nodes 2 without --node-rank and --c"),
@@ -194,35 +190,23 @@ def python_mistake_inside_jdp(*_, **__):
         find_cluster()
 
 
-@pytest.mark.parametrize("run", [raising(ValueError("outside jdp")), python_mistake_inside_jdp])
-def test_a_fault_of_the_program_keeps_its_traceback(file, tmp_path, loop, capsys, run):
+ENDS = {  # a fault of the program keeps its traceback; a UserError is one line
+    "an error outside jdp": (raising(ValueError("outside jdp")), 70, "Traceback"),
+    "Python's error inside jdp": (python_mistake_inside_jdp, 70, "Traceback"),
+    "jdp's error": (lambda *_, **__: jdp.make_mesh(data=3), 2, "error: The mesh must multiply"),
+    "Ctrl-C": (raising(KeyboardInterrupt()), 130, ""),
+    "a code": (raising(SystemExit(75)), 75, ""),
+    "an exit": (raising(SystemExit()), 0, ""),
+    "words": (raising(SystemExit("no")), 1, ""),
+}
+
+
+@pytest.mark.parametrize(("run", "code", "begins"), ENDS.values(), ids=ENDS)
+def test_a_run_ends_with_its_exit_code(file, tmp_path, loop, run, code, begins, capsys):
     loop(run)
-    assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == 70
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_a_value_error_of_jdp_is_a_mistake(file, tmp_path, loop, capsys):
-    from jdp.core.sharding.mesh import make_mesh
-
-    loop(lambda *_, **__: make_mesh(data=3))
-    assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: The mesh must multiply") and "Traceback" not in shown
-
-
-@pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(75), 75), (SystemExit(), 0), (SystemExit("no"), 1)]
-)
-def test_a_stopped_run_has_its_exit_code(file, tmp_path, loop, error, code):
-    loop(raising(error))
     assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == code
-
-
-def test_overrides_are_parted_from_a_commands_own_arguments():
-    words = ["--a.b", "-1", "FILE", "--json", "--a.c=x=y", "--run_dir", "D", "-h", "--seed", "3", "--a.e="]
-    own, overrides = split_overrides(words, ["--json", "--run-dir"])
-    assert own == ["FILE", "--json", "--run_dir", "D", "-h"]
-    assert overrides == {"a.b": "-1", "a.c": "x=y", "seed": "3", "a.e": ""}
+    error = capsys.readouterr().err
+    assert error.startswith(begins) and ("Traceback" in error) == (code == 70)
 
 
 CUDA = "jax_cuda13_plugin"

@@ -69,13 +69,6 @@ def test_greedy_text_is_the_argmax_of_forward_passes(trained, capsys):
     assert written(capsys, *given[:5], *given[7:], "--step", 3) == f"{likeliest(file, step, 'data', 4)}\n"
 
 
-def test_the_text_is_that_of_the_runs_sample(trained, capsys):
-    _, folder, printed = trained
-    sample = printed.partition("sample:\n")[2].partition("\nexported")[0]
-    assert sample.startswith("de") and [path.name for path in (folder / "samples").iterdir()] == ["4.jsonl"]
-    assert written(capsys, folder, "--prompt", "de", "--length", 6) == f"{sample}\n"
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_terminal_gets_no_control_characters(trained, monkeypatch, terminal):
     raw = io.BytesIO()
