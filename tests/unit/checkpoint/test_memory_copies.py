@@ -92,22 +92,21 @@ def test_parts_through_pinned_memory_are_the_same(tmp_path, monkeypatch):
         assert_same_bits(checkpoints.restore(state_at(0, "zero1", 3))[0], state_at(7))
 
 
-@pytest.mark.parametrize(("copied", "stored", "saved"), [(3, 3, 8), (9, None, 6)])
-def test_later_saves_in_storage_are_read(copied, stored, saved, tmp_path):
-    """Old copies do not overtake a run that went on without any."""
-    left_by(tmp_path, copied, stored=stored)
+@pytest.mark.parametrize(
+    ("copied", "stored", "without_copies", "newest"),
+    [
+        ([3], 3, lambda saved: saved.save(state_at(8), {"said": 8}), 8),
+        ([9], None, lambda saved: saved.save(state_at(6), {"said": 6}), 6),
+        ([3, 7], 3, lambda saved: saved.go_back(3), 3),
+    ],
+    ids=["later", "of another history", "gone back"],
+)
+def test_old_copies_do_not_overtake_storage(copied, stored, without_copies, newest, tmp_path):
+    left_by(tmp_path, *copied, stored=stored)
     with jdp.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.save(state_at(saved), {"said": saved})
+        without_copies(checkpoints)
     with opened(tmp_path) as checkpoints:
-        assert checkpoints.restore(state_at(0))[1] == {"said": saved}
-
-
-def test_going_back_without_copies_forgets_them(tmp_path):
-    left_by(tmp_path, 3, 7, stored=3)
-    with jdp.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.go_back(3)
-    with opened(tmp_path) as checkpoints:
-        assert checkpoints.restore(state_at(0))[1] == {"said": 3}
+        assert checkpoints.restore(state_at(0))[1] == {"said": newest}
 
 
 def test_replaced_copies_are_not_read(tmp_path):

@@ -1,7 +1,6 @@
 """Copies in memory: who keeps which part, for hosts that are only described; and any shards are read from any parts."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -70,14 +69,10 @@ SPECS = [
 ]
 
 
-def given(spec, dtype="float32", shape=(8, 16, 6)):
-    values = np.random.default_rng(0).integers(-8, 8, shape).astype(jnp.dtype(dtype))
-    return jax.device_put(values, NamedSharding(MESH, spec))
-
-
 @pytest.mark.parametrize("saved", SPECS)
 def test_any_shards_are_read_from_any_parts(saved):
-    x = given(saved)
+    x = np.random.default_rng(0).normal(size=(8, 16, 6)).astype(np.float32)
+    x = jax.device_put(x, NamedSharding(MESH, saved))
     grid = Grid("float32", x.shape, x.sharding.shard_shape(x.shape), 7)
     parts = {grid.number(each.index): np.asarray(each.data).reshape(-1).view(np.uint8) for each in x.addressable_shards}
     for spec in SPECS:
@@ -85,15 +80,3 @@ def test_any_shards_are_read_from_any_parts(saved):
         read = assembled(grid, onto, {number: parts[number] for number in part_numbers(grid, onto)})
         assert read.sharding == onto.sharding
         np.testing.assert_array_equal(read, x)
-
-
-KINDS = ("bool", "int4", "int8", "uint32", "int32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64")
-
-
-@pytest.mark.parametrize("dtype", KINDS)
-def test_every_kind_of_number_comes_back(tmp_path, dtype):
-    saved = {"wide": given(SPECS[1], dtype), "one": given(SPECS[0], dtype, ()), "host": np.float64(1 / 3)}
-    jdp.save(tmp_path / "saved", saved)
-    read = jdp.restore(tmp_path / "saved", saved)
-    jax.tree.map(np.testing.assert_array_equal, read, saved)
-    assert jax.tree.map(lambda x: x.dtype, read) == jax.tree.map(lambda x: x.dtype, saved)

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_states import assert_same_bits, at
 
 import jdp
@@ -60,14 +60,19 @@ def test_a_tree_is_restored_onto_another_plan(saved):
 
 
 def test_numbers_keep_all_their_bits(tmp_path):
-    """Counters of tokens and float64 of NumPy and Python, which JAX would narrow to 32 bits."""
+    """Also counters of tokens and float64 of NumPy and Python, which JAX would narrow to 32 bits."""
     tree = {"tokens": 5_000_000_000, "share": 1 / 3, "on": True}
-    arrays = {"many": np.array([2**40, 1]), "wide": np.array([1e300])}
+    arrays = {"many": np.array([2**40, 1]), "wide": np.array([1e300]), "host": np.float64(1 / 3)}
+    sharding = NamedSharding(jdp.make_mesh(data=8), PartitionSpec("data"))
+    kinds = "bool int4 int8 uint32 int32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64"
+    for dtype in kinds.split():
+        values = np.random.default_rng(0).integers(-8, 8, (8, 3)).astype(jax.numpy.dtype(dtype))
+        arrays |= {dtype: jax.device_put(values, sharding), f"one {dtype}": jax.numpy.asarray(values[0, 0])}
     jdp.save(tmp_path / "one", tree | arrays)
     read = jdp.restore(tmp_path / "one", {"tokens": 0, "share": 0.0, "on": False, **arrays})
-    assert {name: read[name] for name in tree} == tree
-    assert isinstance(read["tokens"], int) and isinstance(read["on"], bool)
-    assert (read["many"].tolist(), read["wide"].tolist()) == ([2**40, 1], [1e300])
+    numbers = {name: read.pop(name) for name in tree}
+    assert numbers == tree and isinstance(numbers["tokens"], int) and isinstance(numbers["on"], bool)
+    assert_same_bits(read, arrays)
 
 
 def test_an_empty_array_stays_free_to_move(tmp_path):

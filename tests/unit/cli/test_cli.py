@@ -9,8 +9,6 @@ import json
 import os
 import platform
 import re
-import sys
-import types
 from importlib import metadata
 from pathlib import Path
 
@@ -34,19 +32,6 @@ def file(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return str(path)
-
-
-@pytest.fixture
-def loop(monkeypatch):
-    """Puts a function in the place of the training loop: what it does is not the point here."""
-
-    def install(run):
-        module = types.ModuleType("jdp.run.loop")
-        module.__dict__["run"] = run
-        monkeypatch.setitem(sys.modules, "jdp.run.loop", module)
-        monkeypatch.setattr(jdp.run, "loop", module, raising=False)
-
-    return install
 
 
 def test_help_names_every_command(capsys):
@@ -162,14 +147,14 @@ def test_write_file_keeps_links_and_devices(tmp_path):
     assert sorted(tmp_path.iterdir()) == [file, link, pipe] and Path("/dev/full").is_char_device()
 
 
-def test_json_is_all_there_is_on_stdout(file, tmp_path, loop, capfd):
+def test_json_is_all_there_is_on_stdout(file, tmp_path, monkeypatch, capfd):
     def run(experiment, *, quiet, profile, **_):
         assert quiet and profile == range(2, 5) and experiment.train.steps == 5
         print("from Python")
         os.write(1, b"from C++\n")
         return {"name": experiment.name, "final_loss": float("nan")}
 
-    loop(run)
+    monkeypatch.setattr("jdp.run.loop.run", run)
     assert cli.main(["train", "--train.steps=5", file, "--json", "--run-dir", str(tmp_path), "--profile", "2:4"]) == 0
     shown = capfd.readouterr()
     expected = {"name": "small", "final_loss": None, "nonfinite": {"final_loss": "nan"}}
@@ -202,8 +187,8 @@ ENDS = {  # a fault of the program keeps its traceback; a UserError is one line
 
 
 @pytest.mark.parametrize(("run", "code", "begins"), ENDS.values(), ids=ENDS)
-def test_a_run_ends_with_its_exit_code(file, tmp_path, loop, run, code, begins, capsys):
-    loop(run)
+def test_a_run_ends_with_its_exit_code(file, tmp_path, monkeypatch, run, code, begins, capsys):
+    monkeypatch.setattr("jdp.run.loop.run", run)
     assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == code
     error = capsys.readouterr().err
     assert error.startswith(begins) and ("Traceback" in error) == (code == 70)

@@ -163,22 +163,6 @@ def test_what_makes_it_slow(tmp_path, parts, words, slow):
     assert found.slow == slow
 
 
-def test_the_first_line_names_the_cause(tmp_path, capsys):
-    (tmp_path / "experiment.toml").touch()
-    asked(tmp_path, [*loop(0, of=1, data=0.61, wait=0.3), event(1029.0, "finished", step=20)])
-    assert main(["why", str(tmp_path)]) == 0
-    first = f"{tmp_path}: finished; input: the devices wait up to 61 % of a step for batches\nIt finished after"
-    said = capsys.readouterr().out
-    assert said.startswith(first) and "errors.md" not in said
-    with (tmp_path / "events" / "rank-00000.jsonl").open("a") as file:
-        file.write(json.dumps(event(1030.0, "failed", error="KeyError: 'x'", step=20)) + "\n")
-    assert main(["why", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path}: failed\nIt failed, after step 20, at ")
-    page = Path(said.splitlines()[-1].rpartition(": ")[2])
-    assert page.read_text(encoding="utf-8").startswith("# Errors by their text")
-
-
 def between(doing, seconds):
     return [
         event(1008.0, "resumed", step=0),
@@ -230,14 +214,24 @@ def run(tmp_path):
     return tmp_path / "runs" / "tiny"
 
 
-def test_a_run_by_its_name(run, capsys):
-    asked(run, [*loop(0, of=1, steps=100), event(1109.0, "finished", step=100)])
+def test_the_first_line_names_the_cause(run, capsys):
+    """Of a run by its name; a failure leads to the page of errors."""
+    asked(run, [*loop(0, of=1, data=0.61, wait=0.3), event(1029.0, "finished", step=20)])
     assert main(["why", "tiny", "--run-dir", str(run.parent)]) == 0
-    assert capsys.readouterr().out.startswith(f"{run}: finished\nIt finished after step 100.\n")
+    first = f"{run}: finished; input: the devices wait up to 61 % of a step for batches\nIt finished after step 20.\n"
+    said = capsys.readouterr().out
+    assert said.startswith(first) and "errors.md" not in said
     assert main(["why", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["began"], found["goodput"]["visits"]) == ("finished", None, 1)
-    assert found["words"][0] == "It finished after step 100."
+    assert found["words"][0] == "It finished after step 20."
+    with (run / "events" / "rank-00000.jsonl").open("a") as file:
+        file.write(json.dumps(event(1030.0, "failed", error="KeyError: 'x'", step=20)) + "\n")
+    assert main(["why", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{run}: failed\nIt failed, after step 20, at ")
+    page = Path(said.splitlines()[-1].rpartition(": ")[2])
+    assert page.read_text(encoding="utf-8").startswith("# Errors by their text")
 
 
 def test_a_run_that_failed_before_it_began(run, capsys):
