@@ -105,7 +105,7 @@ def test_continued_pre_training_leaves_an_export(tmp_path, capsys):
 
 
 @pytest.mark.rest
-def test_lora_watches_what_is_forgotten(tmp_path):
+def test_lora_watches_what_is_forgotten(tmp_path, capsys):
     (tmp_path / "old.txt").write_text("\n".join(TEXTS))
     (tmp_path / "new.txt").write_text("\n".join(f"Another tale, the {number}th: " * 6 for number in range(60)))
     small = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.kv_heads": 1, "model.context": 32}
@@ -114,6 +114,8 @@ def test_lora_watches_what_is_forgotten(tmp_path):
     first = trained("quickstart", tmp_path / "first", **small, **old)
     new = {"data.source": tmp_path / "new.txt", "eval.stdlib.source": tmp_path / "old.txt", "train.init_from": first}
     run = trained("finetune_lora", tmp_path, **small, **new, **{"train.steps": 40, "sample.length": 8})
+    said = capsys.readouterr().out
+    assert f"parameters from {first}, except" in said and "start fresh" in said and "lora_a" in said
     learnt, kept = rows(run, "eval_loss"), rows(run, "eval_stdlib_loss")
     assert learnt[40] < learnt[20] and learnt.keys() == kept.keys()
 

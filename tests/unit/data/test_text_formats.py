@@ -10,7 +10,6 @@ import re
 import sys
 
 import datasets
-import numpy as np
 import pyarrow
 import pytest
 from corpora import arrow, parquet, read_corpus
@@ -56,20 +55,6 @@ def test_directories_and_globs_are_read_in_order(tmp_path):
     (folder / "README.md").write_text("about the rows")
     assert read_corpus(f"hf:parquet:{folder}").documents == DOCUMENTS[:20]
     assert read_corpus(f"hf:parquet:{folder}/**/*.parquet").documents == DOCUMENTS[:20]
-
-
-def test_rows_are_split_by_content(tmp_path):
-    """The same texts as files and as rows, in another order: the same ones are held out."""
-    (tmp_path / "files").mkdir()
-    for number, text in enumerate(TEXTS):
-        (tmp_path / "files" / f"{number}.txt").write_text(text, encoding="utf-8")
-    parquet(tmp_path / "rows.parquet", TABLE.take(np.random.default_rng(0).permutation(40)))
-    expected, sides = [
-        [set(side.ids.tobytes().split(b"\0")[:-1]) for side in (data.train, data.heldout)]
-        for source in (tmp_path / "files", f"hf:parquet:{tmp_path}/rows.parquet")
-        for data in [text_data(source, length=16, heldout_fraction=0.3)]
-    ]
-    assert sides == expected and expected[0] | expected[1] == set(DOCUMENTS) and not expected[0] & expected[1]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from damage import flipped
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, train
+from tiny_states import assert_same_bits
 
 import jdp
 from jdp.core.step import Step
@@ -47,19 +48,6 @@ def spoil(monkeypatch, steps):
 def losses(folder):
     """Step -> loss, as text (NaN equals itself), and skipped steps, as in the metrics."""
     return {step: (repr(loss), skipped) for step, (loss, skipped) in rows(folder, "loss", "skipped").items()}
-
-
-def final(file, folder, step=12):
-    """The state of a checkpoint, its leaves as NumPy arrays."""
-    assembly = Assembly.on_devices(load(file, {}))
-    state = jdp.restore(folder / "checkpoints" / str(step), assembly.training.abstract_state)
-    rng = jax.random.key_data(state.rng)
-    return jax.tree.map(np.asarray, dataclasses.replace(state, rng=rng))
-
-
-def assert_equal_bits(one, other):
-    for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        assert a.tobytes() == b.tobytes(), jax.tree_util.keystr(path)
 
 
 def test_a_skipped_step_is_inspected_with_its_batch(file, monkeypatch, capsys):
@@ -117,7 +105,8 @@ def test_a_differing_device_ends_the_run_unsaved(file, monkeypatch, capsys):
     assert train(file)[0] == 0
     code, calm = train(file, name="calm")
     assert losses(folder) == losses(calm) and saved_steps(folder) == [3, 6, 9, 12]
-    assert_equal_bits(final(file, folder), final(file, calm))
+    state = Assembly.on_devices(load(file, {})).training.abstract_state
+    assert_same_bits(*(jdp.restore(run / "checkpoints" / "12", state) for run in (folder, calm)))
 
 
 @pytest.mark.rest

@@ -9,14 +9,10 @@ from corpora import word_tokenizer
 from tiny_experiment import entries
 from tiny_runs import refused
 
-import jdp
-from jdp.base.tree_paths import path_of
-from jdp.cli.main import main
 from jdp.data import global_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.experiment.plan import prove_experiment
-from jdp.run.metrics import read
 
 GPT = {"name": "gpt-nano", "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 8}
 RESNET = {"name": "resnet-digits", "blocks": [1], "width": 4}
@@ -89,49 +85,6 @@ def test_losses_of_its_own_are_sums(folder, kind):
     with assembly.inputs.feed(assembly.inputs.data.train, seed=0, shuffle=True) as feed:
         _, metrics = tried(assembly.training.state(), next(feed))
     assert tried.partitioning == "manual" and np.isfinite(metrics["loss"])
-
-
-@pytest.mark.rest
-def test_a_resnet_trains_on_digits_with_its_statistics(folder, tmp_path, capsys):
-    file = written(folder, "images")
-    assert main(["train", str(file), "--run-dir", str(tmp_path), "--eval.same.source", "digits", "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["eval_sets"].keys() == {"eval_same_loss", "eval_same_accuracy"}
-    assembly = Assembly.on_devices(load(file))
-    state = jdp.restore(tmp_path / "kind", assembly.training.abstract_state)
-    begun = jax.device_get(assembly.training.state().model_state)
-    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), begun, jax.device_get(state.model_state))
-    assert min(jax.tree.leaves(moved)) > 0, "running averages of BatchNorm are part of the state"
-
-
-@pytest.mark.rest
-def test_lora_leaves_the_weights_of_a_run(folder, tmp_path, capsys):
-    """Trained on a mixture, whose texts are evaluated one by one, then fine-tuned on one of them."""
-    file, runs = written(folder, "mixture"), ("--run-dir", str(tmp_path), "--train.eval_batches", "1")
-    runs += ("--optimizer.name", "sgd", "--strategy", "zero3", "--model.width", "64")
-    assert main(["train", str(file), *runs, "--sample.length", "1"]) == 0
-    evaluated = read(tmp_path / "kind" / "metrics.jsonl")[-1]
-    assert {"eval_loss", "eval_bits_per_token", "eval_a_loss", "eval_b_loss"} <= evaluated.keys()
-    file = written(folder, "text")
-    tune = ("--name", "tuned", "--train.init_from", str(tmp_path / "kind"), "--model.lora_rank", "2")
-    tune += ("--train.wrt", "*/lora_*", "--optimizer.lr", "0.1")
-    capsys.readouterr()
-    assert main(["train", str(file), *runs, *tune]) == 0
-    said = capsys.readouterr().out
-    assert f"parameters from {tmp_path / 'kind'}, except" in said and "start fresh" in said and "lora_a" in said
-    base, tuned = (weights(tmp_path / name) for name in ("kind", "tuned"))
-    for path, value in base.items():
-        np.testing.assert_array_equal(tuned[path], value, err_msg=path)
-    added = [path for path in tuned if "lora_" in path]
-    assert set(tuned) == set(base) | set(added)
-    assert all(np.abs(tuned[path]).max() > 0 for path in added), "two steps move both factors"
-
-
-def weights(folder):
-    """The parameters of the newest checkpoint by path."""
-    assembly = Assembly.on_devices(load(folder / "experiment.toml"))
-    params = jdp.restore_params(folder, assembly.training.abstract_state).params
-    return {path_of(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
 
 
 @pytest.mark.rest
