@@ -28,10 +28,12 @@ def test_a_new_file_is_a_renamed_shipped_experiment(here, capsys):
 
 
 @pytest.mark.parametrize("start", sorted(shipped().keys() - NEED_A_FOLDER))
-def test_every_shipped_experiment_can_be_started_from(here, start):
-    """As it is, but for the name: paths too, which start at the same folder."""
+def test_a_shipped_experiment_is_the_same_by_name_file_and_copy(here, start, monkeypatch):
+    """Paths too, which start at the same folder; `..` in those of a file is written out."""
     assert cli.main(["new", "mine", "--from", start]) == 0
     assert to_toml(load("mine.toml")) == to_toml(load(start, {"name": "mine"}))
+    monkeypatch.chdir(EXPERIMENTS.parent)
+    assert to_toml(load(start)) == to_toml(load(EXPERIMENTS / f"{start}.toml")).replace("/experiments/..", "")
 
 
 @pytest.mark.aot
@@ -69,14 +71,6 @@ def refusal(name):
     with pytest.raises(ExperimentError) as caught:
         load(name)
     return str(caught.value)
-
-
-@pytest.mark.parametrize("name", sorted({file.stem for file in EXPERIMENTS.glob("*.toml")} - NEED_A_FOLDER))
-def test_a_name_is_the_experiment(name, monkeypatch):
-    """In the clone's folder the paths are the same too; `..` in them is written out."""
-    monkeypatch.chdir(EXPERIMENTS.parent)
-    by_name, by_file = load(name), load(EXPERIMENTS / f"{name}.toml")
-    assert to_toml(by_name) == to_toml(by_file).replace("/experiments/..", "")
 
 
 def test_its_paths_start_at_the_working_directory(here):

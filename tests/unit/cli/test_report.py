@@ -96,7 +96,6 @@ DAMAGED = {
     "a line that is no row": (damage_metrics, "must have a row of metrics in each line"),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "There is no metrics.jsonl: no step was logged."),
     "empty metrics": (lambda run: (run / "metrics.jsonl").write_text(""), "No step was logged."),
-    "no history": (lambda run: (run / EVENT_LOGS).unlink(), f"There is no {EVENT_LOGS}"),
     "bad history": (lambda run: (run / EVENT_LOGS).write_text("[]\n{}\nx\n\x00\n"), f"There is no {EVENT_LOGS}"),
     "no TOML": (lambda run: (run / "experiment.toml").write_bytes(b"\xff[["), "is not valid TOML"),
 }

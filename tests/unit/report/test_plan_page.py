@@ -189,6 +189,13 @@ def test_the_memory_axis_has_the_bytes_unit(held, unit, limit):
     assert f" {unit} " in found.text and f"{limit}: the memory for a step, 72.4 GiB" in found.text
 
 
+def assert_only_text(found):
+    """`HOSTILE` is on the page ten times at least, and is no tag of it."""
+    assert found.tags.count("script") == 1 and "img" not in found.tags
+    assert {"onerror", "onload"}.isdisjoint(name for _, name, _ in found.attributes)
+    assert found.text.count('<script>alert("x")</script>') >= 10
+
+
 def test_hostile_names_stay_text():
     events = (*events_of(50, what=HOSTILE), Event(HOSTILE, COMPUTE, 1.0, 0.5, HOSTILE, HOSTILE))
     report = report_of(
@@ -203,10 +210,7 @@ def test_hostile_names_stay_text():
     estimate = outlook_of(HOSTILE, report=report)
     broken = Estimate("ddp", 1, error=HOSTILE)
     forecast = dataclasses.replace(forecast_of(estimate, broken, notes=(HOSTILE,)), target=HOSTILE)
-    found = read(forecast, title=HOSTILE, described=HOSTILE)
-    assert found.tags.count("script") == 1 and "img" not in found.tags
-    assert {"onerror", "onload"}.isdisjoint(name for _, name, _ in found.attributes)
-    assert found.text.count('<script>alert("x")</script>') >= 10
+    assert_only_text(read(forecast, title=HOSTILE, described=HOSTILE))
 
 
 def test_breaches_are_red_with_their_remedy():

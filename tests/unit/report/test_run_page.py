@@ -12,7 +12,7 @@ import math
 import re
 
 import pytest
-from test_plan_page import FAILED, HOSTILE, NO_ROOM, Reader, forecast_of, outlook_of
+from test_plan_page import FAILED, HOSTILE, NO_ROOM, Reader, assert_only_text, forecast_of, outlook_of
 
 from jdp.core.sharding.placement import Placement
 from jdp.report.pages import plan_page, run_page
@@ -86,8 +86,11 @@ def test_the_page_has_the_numbers_of_the_run():
         assert expected in found.text, expected
 
 
+SAMPLES = [{"step": step, "prompt": "a", "text": f"text {step} {HOSTILE}"} for step in (10, 20)]
+
+
 def test_hostile_names_stay_text():
-    """What a folder, an experiment, a metric or an error may be called."""
+    """What a folder, an experiment, a metric or an error may be called, and what a model may write."""
     history = ({"event": "failed", "step": 3, "time": 1.0, "error": HOSTILE}, {"event": HOSTILE, "step": 4})
     hostile = run_of(
         HOSTILE,
@@ -97,11 +100,9 @@ def test_hostile_names_stay_text():
         settings={HOSTILE: HOSTILE},
         notes=[HOSTILE],
         no_step=HOSTILE,
+        samples=SAMPLES,
     )
-    found = read(hostile, run_of("b", step=compiled()))
-    assert found.tags.count("script") == 1 and "img" not in found.tags
-    assert {"onerror", "onload"}.isdisjoint(name for _, name, _ in found.attributes)
-    assert found.text.count('<script>alert("x")</script>') >= 10
+    assert_only_text(read(hostile, run_of("b", step=compiled())))
 
 
 def test_several_runs_are_compared():
@@ -152,14 +153,10 @@ def test_how_a_run_stands(history, expected):
     assert run_of(history=history).state == expected
 
 
-SAMPLES = [{"step": step, "prompt": "a", "text": f"text {step} {HOSTILE}"} for step in (10, 20)]
-METRICS = {"eval_top5_accuracy": 0.75, "eval_web_top5_accuracy": 0.5}
-METRICS |= {"eval_web_loss": 2.0, "eval_web_perplexity": 7.389}
-
-
-def test_every_finding_is_on_the_page_and_escaped():
-    page = run_page([run_of(samples=SAMPLES, rows=[*rows_of(), {"step": 60, "eval_loss": 3.1, **METRICS}])])
-    assert HOSTILE not in page and page.count("<script") == 1
+def test_evaluated_sets_and_samples_are_on_the_page():
+    evaluated = {"eval_top5_accuracy": 0.75, "eval_web_top5_accuracy": 0.5, "eval_web_loss": 2.0}
+    evaluated |= {"step": 60, "eval_loss": 3.1, "eval_web_perplexity": 7.389}
+    page = run_page([run_of(samples=SAMPLES, rows=[*rows_of(), evaluated])])
     for heading in ("Evaluated data sets", "Samples"):
         assert f">{heading}</h2>" in page
     assert ">web</th>" in page and "eval_top5</th>" not in page and ">7.389</td>" in page

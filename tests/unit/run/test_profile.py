@@ -83,29 +83,24 @@ def test_a_peak_belongs_to_a_devices_name():
         assert peak_flops(unknown, "bfloat16") is None
 
 
-def at_peak(assembly):
-    return seconds_at_peak(assembly.training.step, assembly.training.abstract_state, assembly.inputs.abstract_batch)
-
-
-def assembled(file, **overrides):
-    return Assembly.on_devices(load(file, overrides))
-
-
-PEAKS = {"f32": 1e9, "bf16": 4e9}
+def step_of(file, **overrides):
+    """The step of an experiment with its abstract arguments."""
+    assembly = Assembly.on_devices(load(file, overrides))
+    return assembly.training.step, assembly.training.abstract_state, assembly.inputs.abstract_batch
 
 
 @pytest.fixture
 def known_cpu(monkeypatch):
     """A described kind: the CPU, with a peak of 1 GFLOP/s in fp32 and 4 in bf16."""
-    chip = dataclasses.replace(chips.GPUS["h100"], name=jax.devices()[0].device_kind, matmul_flops=PEAKS)
+    peaks = {"f32": 1e9, "bf16": 4e9}
+    chip = dataclasses.replace(chips.GPUS["h100"], name=jax.devices()[0].device_kind, matmul_flops=peaks)
     monkeypatch.setitem(chips.GPUS, "described", chip)
 
 
 def test_seconds_at_peak_count_flops_over_devices(file, known_cpu):
-    assembly = assembled(file)
-    flops = model_flops(assembly.training.step, assembly.training.abstract_state, assembly.inputs.abstract_batch)
-    assert at_peak(assembly) == pytest.approx(flops / (8 * 1e9))
-    assert at_peak(assembled(file, precision="bf16")) == pytest.approx(flops / (8 * 4e9))
+    flops = model_flops(*step_of(file))
+    assert seconds_at_peak(*step_of(file)) == pytest.approx(flops / (8 * 1e9))
+    assert seconds_at_peak(*step_of(file, precision="bf16")) == pytest.approx(flops / (8 * 4e9))
 
 
 def test_a_trace_has_its_steps_and_mfu(points, known_cpu, capsys):
@@ -117,6 +112,6 @@ def test_a_trace_has_its_steps_and_mfu(points, known_cpu, capsys):
     assert "https://ui.perfetto.dev" in shown.err and f"xprof --logdir {folder}/profile" in shown.err
     logged = rows(folder, "loss", "mfu", "step_seconds")
     assert list(logged) == [1, 2, 3, 4, 5, 6]
-    fastest, summary = at_peak(assembled(points)), json.loads(shown.out)
+    fastest, summary = seconds_at_peak(*step_of(points)), json.loads(shown.out)
     assert [mfu for _, mfu, _ in logged.values()] == pytest.approx([fastest / row[2] for row in logged.values()])
     assert summary["mfu"] == pytest.approx(fastest * summary["examples_per_second"] / 8)
