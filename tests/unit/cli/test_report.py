@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_experiment import points_text, write_points
+from tiny_experiment import points_text, tables, write_points
 from tiny_runs import refused
 
 from jdp.base.chips import GPUS
@@ -16,19 +16,10 @@ from jdp.cli.report import target_of_run
 from jdp.run.read_folder import read_run
 
 EVENT_LOGS = "events/rank-00000.jsonl"
-TABLES = """
-[optimizer]
-name = "sgd"
-lr = 0.1
-
-[train]
-steps = 4
-batch_size = 8
-log_every = 1
-eval_every = 2
-eval_batches = 1
-checkpoint_every = 0
-"""
+TABLES = tables(
+    optimizer={"name": "sgd", "lr": 0.1},
+    train={"steps": 4, "batch_size": 8, "log_every": 1, "eval_every": 2, "eval_batches": 1, "checkpoint_every": 0},
+)
 
 
 @pytest.fixture(scope="module")

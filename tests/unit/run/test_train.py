@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_experiment import points_text, tables, write_points
+from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 import jdp
@@ -23,12 +23,6 @@ TABLES = tables(
 POINTS = points_text(TABLES, hidden=256, top='strategy = "zero1"\n')
 POINTS = POINTS.replace("hidden = [256]", "hidden = [256]\ndropout = 0.1")
 """What a step is made of is in it: a key for dropout, a rate of its own, microbatches, shards of a kernel."""
-GPT_EXPERIMENT = """
-name = "tiny"
-model = {name = "gpt-nano", layers = 1, width = 32, heads = 2, kv_heads = 1, context = 16}
-data = {source = "text.txt", heldout_fraction = 0.1}
-train = {steps = 8, batch_size = 16, accumulate = 2}
-"""
 
 
 @pytest.fixture
@@ -140,7 +134,7 @@ def test_skips_before_a_stop_are_not_counted_again(experiment, capsys, monkeypat
 
 REFUSED = {
     "missing data": (["--data.source", "nowhere.txt"], "nowhere.txt"),
-    "short text": (["--data.source", "short.txt"], "17"),
+    "short text": (["--data.source", "short.txt"], "length 8 needs 9 tokens"),
     "weights without ids": (["--data.weights", "loss_mask"], 'set ids = "input_ids"'),
     "rule that matches nothing": (
         ["--mesh.data", "4", "--mesh.model", "2", "--rules.*/quary", '["", "model"]'],
@@ -155,10 +149,8 @@ REFUSED = {
 def test_bad_input_gets_one_error_and_no_folder(tmp_path, capsys, monkeypatch, case):
     arguments, said = REFUSED[case]
     monkeypatch.chdir(tmp_path)
-    for name, text in {"text": "data parallel training " * 500, "short": "shorter"}.items():
-        Path(f"{name}.txt").write_text(text)
-    experiment = tmp_path / "tiny.toml"
-    experiment.write_text(GPT_EXPERIMENT)
+    Path("short.txt").write_text("short")
+    experiment = write_tiny(tmp_path, tables(train={"steps": 8, "batch_size": 16, "accumulate": 2}))
     assert said in refused(capsys, "train", experiment, "--run-dir", "made", *arguments)
     assert not Path("made").exists()
 
