@@ -62,8 +62,9 @@ def killed(checkpoints):
 def left_by(tmp_path, *steps, stored=None):
     """Keep these steps in memory, store one, and be killed."""
     checkpoints = opened(tmp_path)
-    for step in steps:
-        checkpoints.save_in_memory(state_at(step), {"said": step})
+    for step in sorted({*steps, steps[0] if stored is None else stored}):
+        if step in steps:
+            checkpoints.save_in_memory(state_at(step), {"said": step})
         if step == stored:
             checkpoints.save(state_at(step), {"said": step})
     checkpoints.wait()
@@ -95,11 +96,12 @@ def test_parts_through_pinned_memory_are_the_same(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("copied", "stored", "without_copies", "newest"),
     [
+        ([3], 5, lambda saved: None, 5),
         ([3], 3, lambda saved: saved.save(state_at(8), {"said": 8}), 8),
         ([9], None, lambda saved: saved.save(state_at(6), {"said": 6}), 6),
         ([3, 7], 3, lambda saved: saved.go_back(3), 3),
     ],
-    ids=["later", "of another history", "gone back"],
+    ids=["stored last", "later", "of another history", "gone back"],
 )
 def test_old_copies_do_not_overtake_storage(copied, stored, without_copies, newest, tmp_path):
     left_by(tmp_path, *copied, stored=stored)
