@@ -26,7 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import xxhash
 
-from jdp.checkpoint.errors import HOURS, DamagedError, reading
+from jdp.checkpoint.errors import HOURS, CheckpointError, DamagedError, reading
 from jdp.core.cluster.barrier import from_every_process
 
 ARRAYS = "state"
@@ -80,7 +80,10 @@ class Stored:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    return (folder / COMMITTED).is_file() and (folder / ARRAYS).is_dir()
+    try:
+        return (folder / COMMITTED).is_file() and (folder / ARRAYS).is_dir()
+    except PermissionError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}. Give this user access to it.") from None
 
 
 def read_metrics(folder: Path) -> dict[str, float | None] | None:

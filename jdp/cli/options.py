@@ -42,6 +42,10 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
     if asked := {"-h", "--help", ALL_KEYS}.intersection(arguments):
         print(command_help(name, options, every_key=ALL_KEYS in asked))
         raise SystemExit(0)
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    for flag in {*flags_of(options)} - {"--prompt"}:
+        if sum(word.partition("=")[0] == flag for word in own) > 1:
+            raise UsageError(f"{flag} is given twice: keep one")
     import tyro  # late, because it takes a tenth of a second
 
     parsed = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))

@@ -131,7 +131,7 @@ class Feed(Iterator[Batch]):
             return value
         self._done = True
         if kind == "error":
-            raise value
+            raise value.with_traceback(None) if isinstance(value, UserError) else value
         raise StopIteration
 
     def close(self) -> None:

@@ -221,7 +221,7 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
         if path == ("strategy",):
             hint = strategy_hint(str(detail["input"]))
         if path == ("optimizer", "name"):
-            hint = f'{hint or ";"} others of optax are make = "optax:NAME", with --plugin optax'
+            hint = '; for others of optax write make = "optax:NAME" in its place, with --plugin optax'
         among = f"one of {', '.join(words)}" if len(words) > 1 else f"{words[0]}, the only choice"
         return f"{key} must be {among}; {given}{hint}"
     if kind in _LIMITS:

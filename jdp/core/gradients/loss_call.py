@@ -44,9 +44,9 @@ def check_loss_takes(loss_fn: Any, arguments: int) -> None:
         return
     try:
         signature.bind(*range(arguments))
-    except TypeError as error:
+    except TypeError:
         name = getattr(inspect.unwrap(loss_fn), "__name__", type(loss_fn).__name__)
-        raise UserError(f"{rule}, called by position; given {name}{signature}. {fix}.") from error
+        raise UserError(f"{rule}, called by position; given {name}{signature}. {fix}.") from None
 
 
 @jax.tree_util.register_dataclass

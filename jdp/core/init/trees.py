@@ -165,9 +165,9 @@ def check_init(init: Any, *, of: bool = False) -> None:
         raise UserError(f"{rule}; given the class {init.__name__}. Write lambda rng: {init.__name__}(nnx.Rngs(rng)).")
     try:
         signature.bind(*(None,) * (2 if is_class else 1))
-    except TypeError as error:
+    except TypeError:
         given = getattr(init, "__name__", type(init).__name__) + cut(str(signature))
-        raise UserError(f"{rule}; given {given}. Write a function of one argument.") from error
+        raise UserError(f"{rule}; given {given}. Write a function of one argument.") from None
 
 
 def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:

@@ -140,7 +140,7 @@ class EvalSet(Section):
 OF_TEXT = PERPLEXITY, BITS_PER_BYTE = "perplexity", "bits_per_byte"
 ACCURACY = "accuracy"
 _TOP = re.compile(r"top([1-9][0-9]{0,8})_accuracy")
-_RULE = 'must be an array of "perplexity", "bits_per_byte", "top5_accuracy" (or another number)'
+_RULE = 'must be an array of "perplexity" and "bits_per_byte" for text, "top5_accuracy" (any number) for classes'
 
 
 def _metrics(metrics: Any) -> Any:

@@ -104,6 +104,7 @@ MISTAKES = {
     "misspelt option": (["train", "FILE", "--run-dri", "x"], "there is no option --run-dri; did you mean --run-dir?"),
     "wrong type": (["train", "FILE", "--train.steps", "many"], "--train.steps must be a whole number"),
     "a flag for a value": (["train", "FILE", "--train.steps", "--json"], "--train.steps needs a value"),
+    "an option twice": (["plan", "FILE", "--target", "cpu:2", "--target=cpu:4"], "--target is given twice: keep one"),
     "mesh": (["train", "FILE", "--mesh.data", "3"], "data=3, but there are 8 devices"),
     "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
     "nothing to launch": (["launch", "-n", "2", "x.toml"], "an experiment or a program comes after --; given no --"),
