@@ -28,6 +28,7 @@ import jax
 import jdp
 from jdp.core.cluster import agreement, barrier
 from jdp.experiment.file import load
+from jdp.guard.deadline import Deadline
 from jdp.guard.watch import Watch
 from jdp.run import loop
 from jdp.run.signals import Stopped, _Agreement
@@ -83,7 +84,7 @@ def hooked(kind, name, place, number):
 
 
 hooked(Watch, "step", "step", lambda self, step: step)
-hooked(Watch, "batch", "batch", lambda self: self._step)
+hooked(Deadline, "beat", "batch", lambda self, doing: self._step)
 hooked(Watch, "mark", "compile", lambda self, part: self._step if self._first and part == "data" else None)
 hooked(_Agreement, "agree", "", lambda self, *_: self.signal and agreed.set())
 hooked(loop, "resumed", "restore", lambda *_: 0)
