@@ -43,8 +43,9 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
         print(command_help(name, options, every_key=ALL_KEYS in asked))
         raise SystemExit(0)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    for flag in {*flags_of(options)} - {"--prompt"}:
-        if sum(word.partition("=")[0] == flag for word in own) > 1:
+    for field in dataclasses.fields(options):
+        flag = flag_of(field.name)
+        if sum(word.partition("=")[0] == flag for word in own) > 1 and not isinstance(field.default, tuple):
             raise UsageError(f"{flag} is given twice: keep one")
     import tyro  # late, because it takes a tenth of a second
 

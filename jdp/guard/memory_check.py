@@ -49,7 +49,7 @@ def check_state(state: TrainState, mesh: Mesh, strategy: str) -> None:
         available, described = memory / len(devices), f"this machine has {format_bytes(memory)}{share}"
     if held > available:
         raise UserError(
-            f"its weights and the optimizer's state must fit into the devices' memory; a model of "
+            "its weights and the optimizer's state must fit into the devices' memory; a model of "
             f"{sum(leaf.size for leaf in jax.tree.leaves(state.params)):,} parameters needs {format_bytes(held)} for "
             f"them on each of {mesh.size} devices under {strategy}, and {described}: make the model smaller"
             f"{'' if strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"

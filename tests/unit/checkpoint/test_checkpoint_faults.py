@@ -128,3 +128,13 @@ def test_a_path_without_a_checkpoint_is_named(tmp_path):
     for name, words in why.items():
         with pytest.raises(jdp.CheckpointError, match=rf"{name} {words}\. Pass a checkpoint of jdp\.save, "):
             jdp.restore(tmp_path / name, target())
+
+
+def test_a_checkpoint_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    jdp.save(tmp_path / "one", at(0))
+    monkeypatch.setattr(type(tmp_path), "is_file", denied)  # the tests' user may read everything
+    with pytest.raises(jdp.CheckpointError, match=r"one cannot be read: Permission denied\. Give this user access"):
+        jdp.restore(tmp_path / "one", target())
