@@ -7,7 +7,9 @@ It gathers one layer ahead and sums gradients one layer behind, so that no layer
     backward   W = gather(n - 1)    round k:  next = gather(k - 1);  d[k + 1] = reduce(dW)
                                               dW, dx = vjp(kept[k], W)(dx);  W = next
 
-With a `replica` axis round k also sums layer k + 2 over the replicas, which waits for no other collective of the round.
+A weight that is used after the last layer, such as a head, counts as layer n: the last round forward gathers it, and
+the first one backward reduces its gradient. With a `replica` axis round k also sums layer k + 2 over the replicas,
+which waits for no other collective of the round.
 
 A round's collectives do not depend on its computation, so XLA's scheduler runs both at once. A barrier ends each round:
 otherwise XLA would combine or delay collectives of several rounds. Gathered weights are not stacked for the backward
@@ -20,7 +22,8 @@ in a loop over single rounds XLA would copy a layer's weights and gradient in ea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,12 +34,14 @@ from jax.core import Tracer
 
 from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.layer_order import LayerDerivative
-from jdp.core.reading import run
+from jdp.core.reading import AT_TOP, run
 from jdp.core.sharding.mesh import traced_model_axes
 from jdp.core.sharding.placement import Placement
 
 Layer = Callable[..., Any]
 """(weights, others, carry, *outer) -> (carry, outputs)."""
+Weights = tuple[list[Weight], list[Weight]]
+"""The stacks of all layers, and the weights that are used after the last."""
 Stacks = dict[str, Any]
 """Name -> results of the rounds: arrays [layers, ...]; if rounds are compiled one by one, number -> its results."""
 
@@ -53,6 +58,7 @@ class _Residuals(NamedTuple):
 class LayerLoop:
     boundary: Boundary
     placements: list[Placement]  # of the stacked weights
+    after: list[Placement]  # of the weights that are used after the last layer
     policy: Callable[..., bool]  # as for `jax.checkpoint`: which values are kept for the backward pass
     is_unrolled: bool  # layers are compiled one by one
     count: int
@@ -62,8 +68,8 @@ class LayerLoop:
     _residuals: _Residuals = field(init=False)
     _derivative: LayerDerivative | None = field(init=False, default=None)
 
-    def __call__(self, layer: Layer, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Any]:
-        """Return, like a scan, the last layer's carry and the stacked outputs of all layers.
+    def __call__(self, layer: Layer, weights: Weights, others: list[Any], carry: Any) -> tuple[Any, Any, list[Any]]:
+        """Return, like a scan, the last layer's carry and the stacked outputs of all layers; and `after`, gathered.
 
         `weights` and `others` are [layers, ...]; only `weights` are gathered. The layer's closure is differentiated.
         """
@@ -76,16 +82,16 @@ class LayerLoop:
         loop.defvjp(self._saving, self._backward)
         return loop(weights, others, carry, outer)
 
-    def _plain(self, weights: list[Weight], others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any]:
+    def _plain(self, weights: Weights, others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any, list[Any]]:
         def call(gathered: list[Any], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
             carry, outputs = self._layer(gathered, others, carry, *outer)
             return carry, {"outputs": outputs}
 
         carry, stacks = self._forward(call, weights, others, carry)
-        return carry, self._stacked(stacks["outputs"])
+        return carry, self._stacked(stacks["outputs"]), stacks["after"]
 
-    def _saving(self, weights: list[Weight], others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any]:
-        """Return the results of `_plain`, and the values for the backward pass."""
+    def _saving(self, weights: Weights, others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any]:
+        """Return (the results of `_plain`, the values for the backward pass)."""
         checkpointed = jax.checkpoint(self._layer, policy=self.policy, prevent_cse=False)
         # XLA must see the first layer like later ones: with a carry distinct from other operands, and not a constant.
         beside = {id(x) for x in jax.tree.leaves((others, outer))}
@@ -104,34 +110,36 @@ class LayerLoop:
 
         carry, stacks = self._forward(call, weights, others, carry)
         gathered = [] if self._keeps else stacks["gathered"]
-        return (carry, self._stacked(stacks["outputs"])), (weights, others, outer, stacks["residuals"], gathered)
+        results = carry, self._stacked(stacks["outputs"]), stacks["after"]
+        return results, (weights, others, outer, stacks["residuals"], gathered)
 
-    def _forward(self, call: Any, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
+    def _forward(self, call: Any, weights: Weights, others: list[Any], carry: Any) -> tuple[Any, Stacks]:
         """Run `call`(gathered weights, others, carry) -> (carry, results to stack) for all layers."""
 
         def round_(state: Any, k: Any) -> Any:
-            carry, gathered = state
-            is_last = _is(k, self.count - 1) or not self._is_ahead
-            following = gathered if is_last else self._gather(weights, k + 1, gathered)
+            carry, gathered, _ = state
+            is_last = _is(k, self.count - 1)
+            after = self._gather(weights, k + 1, gathered) if is_last else []
+            following = self._gather(weights, k + 1, gathered) if self._is_ahead and not is_last else gathered
             gathered = gathered or self._gather(weights, k)
             carry, results = call(gathered, _at(others, k), carry)
-            return (carry, following), {name: (k, x) for name, x in results.items()}
+            return (carry, following, after), {name: (k, x) for name, x in results.items()}
 
         first = self._gather(weights, 0) if self._is_ahead else []
-        (carry, gathered), stacks = self._rounds(round_, (carry, first), range(self.count), {})
-        return carry, {**stacks, "gathered": gathered}
+        (carry, gathered, after), stacks = self._rounds(round_, (carry, first, []), range(self.count), {})
+        return carry, {**stacks, "gathered": gathered, "after": after}
 
     def _backward(self, saved: Any, cotangents: Any) -> Any:
         """Return the cotangents of (weights, others, carry, outer)."""
         weights, others, outer, residuals, gathered = saved
-        d_carry, d_outputs = _floats(cotangents[0]), _floats(cotangents[1])
+        d_carry, d_outputs, d_after = map(_floats, cotangents)
         gathers = self._is_ahead and not self._keeps
 
         def round_(state: Any, k: Any) -> Any:
             d_carry, gathered, d_weights, pending, d_outer = state
             following = [] if not gathers or _is(k, 0) else self._gather(weights, k - 1, (gathered, d_weights))
             reduced = self._reduce(weights, k + 1, d_weights) if d_weights else []
-            finished = self._finish(pending if twice else reduced)
+            finished = self._finish(k + 1 + twice, pending if twice else reduced)
             its_residuals = _at(residuals, k)
             if self.is_unrolled:  # XLA does not merge recomputation with the forward pass
                 its_residuals, d_carry = jax.lax.optimization_barrier((its_residuals, d_carry))
@@ -149,18 +157,24 @@ class LayerLoop:
             return (d_carry, following, d_weights, pending, jax.tree.map(jnp.add, d_outer, d_here)), results
 
         twice = self.boundary.sends_twice
-        state = d_carry, gathered, [], [], jax.tree.map(jnp.zeros_like, _floats(outer))
-        slots = [weight.slot for weight in weights if weight.slot is not None]
+        state = (
+            d_carry,
+            gathered,
+            self._reducible(d_after, self.after),
+            [],
+            jax.tree.map(jnp.zeros_like, _floats(outer)),
+        )
+        slots = [weight.slot for weight in weights[0] if weight.slot is not None]
         stacks = {} if self.is_unrolled else {"weights": slots}
         order = range(self.count - 1, -1, -1)
         (d_carry, _, d_weights, pending, d_outer), stacks = self._rounds(round_, state, order, stacks, 1 + twice)
         if pending:
-            self._put(stacks, "weights", 1, self._finish(pending))
-        self._put(stacks, "weights", 0, self._finish(self._reduce(weights, 0, d_weights)))
-        summed = iter(self._stacked(stacks["weights"]) if slots else [])
-        d_slots = [Weight(None, None if weight.slot is None else next(summed)) for weight in weights]
+            self._put(stacks, "weights", 1, self._finish(1, pending))
+        self._put(stacks, "weights", 0, self._finish(0, self._reduce(weights, 0, d_weights)))
+        summed = iter([*(self._stacked(stacks["weights"]) if slots else []), *stacks.get("after", [])])
+        d_slots = [[Weight(None, None if w.slot is None else next(summed)) for w in part] for part in weights]
         d_others = _with_floats(others, self._stacked(stacks["others"]))
-        return d_slots, d_others, _with_floats(self._residuals.results[0], d_carry), _with_floats(outer, d_outer)
+        return tuple(d_slots), d_others, _with_floats(self._residuals.results[0], d_carry), _with_floats(outer, d_outer)
 
     def _differentiated(
         self,
@@ -177,32 +191,47 @@ class LayerLoop:
         none = lambda shape: np.zeros(shape.shape, jax.dtypes.float0)  # noqa: E731 - the cotangent of integers
         cotangents = (_with_floats(*pair, none) for pair in zip(results, d_results, strict=True))
         d_weights, d_others, d_carry, *d_outer = back(tuple(cotangents))
-        trained = zip(d_weights, self.placements, strict=True)
-        dtype = self.boundary.precision.reduce_dtype
-        d_weights = [x.astype(dtype) for x, placement in trained if placement.trained]
+        d_weights = self._reducible(d_weights, self.placements)
         return d_weights, _floats(d_carry), (_floats(d_others), _floats(d_outer))
 
-    def _gather(self, weights: list[Weight], k: Any, earlier: Any = ()) -> list[Any]:
+    def _gather(self, weights: Weights, k: Any, earlier: Any = ()) -> list[Any]:
         """Gather a layer's weights once `earlier` is computed: XLA would combine gathers that may start together."""
-        values = [_at(weight.value, k) for weight in weights]
+        layer = self._layer_of(weights, k)
+        values = [weight.value for weight, _ in layer]
         if earlier:
             values, _ = jax.lax.optimization_barrier((values, earlier))
-        pairs = zip(values, self.placements, strict=True)
-        return [self.boundary.gathered(Weight(value), placement, 1) for value, placement in pairs]
+        leading = int(not _is(k, self.count))
+        with nullcontext() if leading else jax.named_scope(AT_TOP):
+            pairs = zip(values, layer, strict=True)
+            return [self.boundary.gathered(Weight(value), placement, leading) for value, (_, placement) in pairs]
 
-    def _reduce(self, weights: list[Weight], k: Any, gradients: list[Any]) -> list[Any]:
+    def _reduce(self, weights: Weights, k: Any, gradients: list[Any]) -> list[Any]:
         """Sum the gradients of a layer's trained weights."""
-        trained = [(w, p) for w, p in zip(weights, self.placements, strict=True) if w.slot is not None]
-        layer = [Weight(None, earlier=_at(w.earlier, k), seed=_at(w.seed, k)) for w, _ in trained]
+        trained = (pair for pair in self._layer_of(weights, k) if pair[1].trained)
+        leading = int(not _is(k, self.count))
         return [
-            self.boundary.reduced(gradient, weight, placement, 1)
-            for gradient, weight, (_, placement) in zip(gradients, layer, trained, strict=True)
+            self.boundary.reduced(gradient, replace(weight, value=None), placement, leading)
+            for gradient, (weight, placement) in zip(gradients, trained, strict=True)
         ]
 
-    def _finish(self, gradients: list[Any]) -> list[Any]:
+    def _finish(self, k: Any, gradients: list[Any]) -> list[Any]:
         """Sum the results of `_reduce` over the replicas."""
-        trained = (placement for placement in self.placements if placement.trained)
-        return [self.boundary.finished(x, placement, 1) for x, placement in zip(gradients, trained, strict=False)]
+        is_after = _is(k, self.count)
+        trained = (placement for placement in (self.after if is_after else self.placements) if placement.trained)
+        pairs = zip(gradients, trained, strict=False)
+        return [self.boundary.finished(x, placement, int(not is_after)) for x, placement in pairs]
+
+    def _layer_of(self, weights: Weights, k: Any) -> list[tuple[Weight, Placement]]:
+        """Return the weights of layer k; those that are used after the last layer are layer n."""
+        if _is(k, self.count):
+            return list(zip(weights[1], self.after, strict=True))
+        layer = [Weight(_at(w.value, k), None, _at(w.earlier, k), _at(w.seed, k)) for w in weights[0]]
+        return list(zip(layer, self.placements, strict=True))
+
+    def _reducible(self, gradients: list[Any], placements: list[Placement]) -> list[Any]:
+        """Return the gradients of trained weights, in the dtype of their sums."""
+        dtype, pairs = self.boundary.precision.reduce_dtype, zip(gradients, placements, strict=True)
+        return [x.astype(dtype) for x, placement in pairs if placement.trained]
 
     def _rounds(
         self, round_: Any, state: Any, order: Sequence[int], stacks: Stacks, peeled: int = 1
@@ -236,6 +265,9 @@ class LayerLoop:
         return one(order[-1], state, stacks)
 
     def _put(self, stacks: Stacks, name: str, k: Any, layer: Any) -> None:
+        if _is(k, self.count):
+            stacks["after"] = layer
+            return
         if self.is_unrolled:
             stacks[name] = {**stacks.get(name, {}), k: layer}
             return

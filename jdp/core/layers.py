@@ -11,9 +11,6 @@ gathers a layer inside the call of the block, which is rematerialised.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -25,23 +22,15 @@ from jdp.base.toml import described
 from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
 from jdp.core.flax_nnx import changes
-from jdp.core.gradients.boundary import Boundary, Weight
+from jdp.core.gradients.boundary import GatherTable, gather_table
 from jdp.core.layer_loop import LayerLoop
 from jdp.core.rematerialisation import EXCEPT_MLP, Remat, check_marks, remat_policy
-from jdp.core.sharding.mesh import set_while, traced_device, traced_model_axes
+from jdp.core.sharding.mesh import traced_device, traced_model_axes
 from jdp.core.sharding.placement import Placement
 from jdp.core.types import PyTree
 
 Block = Callable[[Any, Any], Any]
 Activations = TypeVar("Activations")
-
-
-@dataclass(frozen=True)
-class GatherTable:
-    """The parameters of the loss that is being traced."""
-
-    boundary: Boundary
-    table: dict[int, tuple[jax.Array, Weight, Placement]]  # id of a gathered array -> (it, its shard, its placement)
 
 
 _SMALL = 2**16
@@ -51,11 +40,6 @@ _MOST_UNROLLED = {"cpu": 8, "gpu": 128}
 """Platform -> the most layers that are compiled one by one. Each takes half a second to compile for a GPU, but a loop
 copies its stacks. 80 layers of Llama 3 8B's width (zero3, h100:8x8, 4096 tokens a GPU, simulated) take 1,090 ms as a
 loop and 991 one by one; with 8192 tokens, when memory is short, 2,762 and 2,115."""
-_CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
-
-
-def gathering(gathers: GatherTable) -> AbstractContextManager[GatherTable]:
-    return set_while(_CURRENT, gathers)
 
 
 @public()
@@ -103,19 +87,29 @@ def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat =
             returns activations of another structure, or changes a module that is neither among the layers nor in its
             closure. `remat` is unknown, or "dots_except_mlp" for a block without marks.
     """
-    return looped(block, stacked, x, remat=remat)
+    return looped(block, stacked, x, remat=remat)[0]
 
 
 def looped(
-    block: Block, stacked: PyTree, x: Activations, *, remat: Remat = None, scan: bool | Literal["auto"] | None = None
-) -> Activations:
-    """Run `scan_layers`; stacked layers are a loop if `scan` is True. "auto" chooses as None does, and reports it."""
-    gathers = _CURRENT.get()
+    block: Block,
+    stacked: PyTree,
+    x: Activations,
+    *,
+    remat: Remat = None,
+    scan: bool | Literal["auto"] | None = None,
+    after: jax.Array | None = None,
+) -> tuple[Activations, jax.Array | None]:
+    """Run `scan_layers`; return its result and `after`, a parameter that is only used after the layers.
+
+    Stacked layers are a loop if `scan` is True. "auto" chooses as None does, and reports it. The result is to be used
+    in place of `after`: it is gathered while the last layer computes, and so is its gradient reduced.
+    """
+    gathers = gather_table()
     _check_call(block, x)
     if isinstance(stacked, list | MutableSequence):
         for layer in stacked:
             x = _unrolled(block, layer, x, gathers, remat)
-        return x
+        return x, after
     _check_stacked(stacked)
     # under `jax.vmap` each row's gradient of a layer would be summed over devices separately
     is_batched = any(isinstance(leaf, BatchTracer) for leaf in jax.tree.leaves(x))
@@ -128,7 +122,7 @@ def looped(
         elif body.layers > most:
             how = f"a loop: at most {most} are compiled one by one"
         notice(f'scan = "auto": the {body.layers} layers are {how}')
-    return _scanned(body, stacked, x)
+    return _scanned(body, stacked, x, after)
 
 
 def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
@@ -143,7 +137,7 @@ def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | Non
     return x
 
 
-def _scanned(body: _Body, stacked: PyTree, x: PyTree) -> PyTree:
+def _scanned(body: _Body, stacked: PyTree, x: PyTree, after: jax.Array | None) -> tuple[PyTree, jax.Array | None]:
     """Scan over stacked layers. Changes in a layer leave the scan stacked; changes outside are carried along."""
     body.check_marks(x)
     if body.outside:  # only variables that the block changes are carried
@@ -158,12 +152,12 @@ def _scanned(body: _Body, stacked: PyTree, x: PyTree) -> PyTree:
 
     carry = x, changes.values(body.outside)
     if body.sends and body.layers:
-        (x, outside), own = body.loop(layer, carry)
+        (x, outside), own, after = body.loop(layer, carry, after)
     else:
         (x, outside), own = jax.lax.scan(layer, carry, body.operands, unroll=body.unrolls)
     body.layer.write(body.record, own)
     changes.assign(body.outside, outside)
-    return x
+    return x, after
 
 
 class _Body:
@@ -190,7 +184,7 @@ class _Body:
         ]
         self.block, self.layer, self.leading, self.is_loop = block, layer, leading, is_loop
         self.remat: Remat = remat
-        self.boundary = None if gathers is None else gathers.boundary
+        self.gathers, self.boundary = gathers, None if gathers is None else gathers.boundary
         self.operands, self.placements = [leaf for leaf, _ in sources], [placement for _, placement in sources]
         gathers_here = any(placement is not None for placement in self.placements)
         self.sends = in_loop and gathers_here
@@ -223,8 +217,8 @@ class _Body:
         self.changed = [i for i, (old, new) in enumerate(pairs) if not changes.is_unchanged(old, new)]
         return x, own, after
 
-    def loop(self, layer: Callable[..., Any], carry: Any) -> tuple[Any, Any]:
-        """Run the layers by a `LayerLoop`, which gathers them ahead, with the results of a scan."""
+    def loop(self, layer: Callable[..., Any], carry: Any, after: jax.Array | None) -> tuple[Any, Any, jax.Array | None]:
+        """Run the layers by a `LayerLoop`, which gathers them and `after` ahead, with the results of a scan."""
         boundary = self.boundary
         assert boundary is not None
         weights = [leaf for leaf, placement in zip(self.operands, self.placements, strict=True) if placement]
@@ -235,8 +229,13 @@ class _Body:
             return layer(carry, [next(first if placement else second) for placement in self.placements], self.run)
 
         placements = [placement for placement in self.placements if placement]
-        loop = LayerLoop(boundary, placements, remat_policy(self.remat), self.unrolls, self.layers)
-        return loop(call, weights, others, carry)
+        last = [] if after is None else [_operand("after", after, self.gathers, 0, True)]
+        last = [(weight, placement) for weight, placement in last if placement is not None]
+        loop = LayerLoop(
+            boundary, placements, [place for _, place in last], remat_policy(self.remat), self.unrolls, self.layers
+        )
+        carry, outputs, gathered = loop(call, (weights, [weight for weight, _ in last]), others, carry)
+        return carry, outputs, gathered[0] if gathered else after
 
     @property
     def first(self) -> list[Any]:

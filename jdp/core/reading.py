@@ -10,9 +10,9 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -199,6 +199,7 @@ UPDATE = "optimizer_update"
 AT_TOP = "gather_at_top"
 """The name scope of gathers at the top of the loss."""
 _PARAMETER = re.compile(r"gather\[([^\]]*)\]")
+_LOOKUP = re.compile(r"look_up\[([^\]]*)\]")
 _REDUCTION = re.compile(r"reduce(_layer)?\[([^\]]*)\]")
 _KINDS = {
     "all_gather": "all-gather",
@@ -219,6 +220,11 @@ def parameter_scope(path: str) -> AbstractContextManager[Any]:
 def reduction_scope(path: str, of_layer: bool) -> AbstractContextManager[Any]:
     """Mark operations as the reduction of the gradient of the parameter at `path`, or of one layer of it."""
     return jax.named_scope(f"reduce{'_layer' if of_layer else ''}[{quote(path, safe='/')}]")
+
+
+def lookup_scope(path: str) -> AbstractContextManager[Any]:
+    """Mark operations as an exchange of rows of the parameter at `path`."""
+    return jax.named_scope(f"look_up[{quote(path, safe='/')}]")
 
 
 @dataclass(frozen=True)
@@ -246,6 +252,8 @@ class TracedCollectives:
 
     gathered: tuple[Gathered, ...]
     issued: tuple[Issued, ...]
+    looked_up: frozenset[str] = frozenset()  # paths of the tables whose rows are exchanged (`jdp.core.lookup`)
+    exchanged: Mapping[str, int] = field(default_factory=dict[str, int])  # kind -> their payload bytes a step
 
 
 def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
@@ -253,7 +261,7 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
     jaxpr = traced.jaxpr.jaxpr
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     elements, payload = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()
-    issued: dict[Issued, None] = {}
+    issued, looked_up, exchanged = dict[Issued, None](), set[str](), Counter[str]()
     for eqn, times, scope in _collectives(live):
         if match := _PARAMETER.search(scope):
             result = eqn.outvars[0].aval
@@ -263,10 +271,15 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
             elements[key] += times * math.prod(shape)
             payload[key] += times * math.prod(shape) * result.dtype.itemsize
         elif eqn.primitive.name in _KINDS:
+            if match := _LOOKUP.search(scope):
+                looked_up.add(unquote(match[1]))
+                result = eqn.outvars[0].aval
+                exchanged[_KINDS[eqn.primitive.name]] += times * result.size * result.dtype.itemsize
             lines = tuple(line.rpartition(" (")[0] for line in source_lines(eqn))
             for each in eqn.outvars:
                 issued.setdefault(Issued(_KINDS[eqn.primitive.name], tuple(each.aval.shape), lines))
-    return TracedCollectives(tuple(Gathered(*key, elements[key], payload[key]) for key in elements), tuple(issued))
+    gathered = tuple(Gathered(*key, elements[key], payload[key]) for key in elements)
+    return TracedCollectives(gathered, tuple(issued), frozenset(looked_up), exchanged)
 
 
 def gathers_by_layer(jaxpr: Any) -> bool:

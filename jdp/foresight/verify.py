@@ -130,7 +130,7 @@ def report(
         state.params,
         step.settings,
         static=state.static,
-        gathered=None if step.sends is None else step.sends.gathered,
+        sends=step.sends,
         metrics=_metrics(reading, state),
         exchanged=exchanged(step.plan, state),
     )

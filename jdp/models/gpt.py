@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdp.core.lookup import look_up
 from jdp.models.configs import GPTConfig, require
 from jdp.models.losses import linear_next_token_loss
 from jdp.models.modules import Linear, plus_to_each, product
@@ -74,6 +75,12 @@ class GPT(nnx.Module):
         Raises:
             ValueError: as for a call of the model.
         """
+        return self._features(tokens, rng, segments)[0]
+
+    def _features(
+        self, tokens: jax.Array, rng: jax.Array | None, segments: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the features, and the matrix that maps them to logits."""
         given, most = f"{tokens.dtype}{list(tokens.shape)}", self.config.context
         fits = tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)
         require(fits, "tokens are integers [batch, length]", given, "Pass token numbers, with a batch dim")
@@ -86,7 +93,9 @@ class GPT(nnx.Module):
             require(fits, rule, f"{given}{list(segments.shape)}", "Number each row's documents")
             packed = Segments.of(segments)
         x = self.embed(tokens, None if packed is None else packed.position)
-        return self.final_norm(run_layers(self.layers, x, self.config, rng, packed))
+        own = None if self.head is None else self.head.kernel[...]
+        x, own = run_layers(self.layers, x, self.config, rng, packed, own)
+        return self.final_norm(x), self.embed.tokens[...] if own is None else own
 
     def loss(
         self,
@@ -110,9 +119,8 @@ class GPT(nnx.Module):
         Raises:
             ValueError: as for a call of the model.
         """
-        features = self.features(tokens, rng=rng, segments=segments)
-        head = self.embed.tokens if self.head is None else self.head.kernel
-        return linear_next_token_loss(features, head[...], targets, weights, tied=self.head is None)
+        features, head = self._features(tokens, rng, segments)
+        return linear_next_token_loss(features, head, targets, weights, tied=self.head is None)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Return logits [..., vocab_size] float32: products in x's dtype, summed in float32.
@@ -132,7 +140,7 @@ class Embedding(nnx.Module):
         def table(rows: int, std: float) -> nnx.Param[jax.Array]:
             return nnx.Param(std * jax.random.normal(rngs.params(), (rows, config.width)))
 
-        self.tokens = table(config.vocab_size, INIT_STD)
+        self.tied, self.tokens = config.tied, table(config.vocab_size, INIT_STD)
         self.positions = table(config.context, config.position_std) if config.positions == "learned" else None
 
     def __call__(self, tokens: jax.Array, position: jax.Array | None = None) -> jax.Array:
@@ -140,7 +148,7 @@ class Embedding(nnx.Module):
         table = self.tokens[...]
         # A float32 lookup makes its transpose, a scatter-add over a token's occurrences, sum in float32: in bfloat16 it
         # would add one term at a time and stop at 256. XLA fuses the cast into the lookup, without a copy.
-        x = table.astype(jnp.float32)[tokens]
+        x = table.astype(jnp.float32)[tokens] if self.tied else look_up(table, tokens)
         if self.positions is not None:
             first = tokens.shape[1] if position is None else None
             rows = self.positions[:first].astype(jnp.float32)

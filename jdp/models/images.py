@@ -270,7 +270,7 @@ class ViT(nnx.Module):
         del weights
         config = self.config
         _require_images(images, channels=config.channels, size=config.image_size)
-        x = self.final_norm(run_layers(self.layers, self.embed(images), config, rng))
+        x = self.final_norm(run_layers(self.layers, self.embed(images), config, rng)[0])
         if config.pool == "token":
             return self.head(x[:, 0])
         return self.head(jnp.mean(x, axis=1, dtype=jnp.float32).astype(x.dtype))

@@ -205,8 +205,9 @@ def run_layers(
     config: GPTConfig | ViTConfig,
     rng: jax.Array | None,
     segments: Segments | None = None,
-) -> jax.Array:
-    """Apply dropout and the layers of `make_layers` to the embedding x [batch, length, width].
+    after: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Apply dropout and the layers of `make_layers` to the embedding x [batch, length, width]; `after` as in `looped`.
 
     `rng` is for dropout (None: no dropout), and `segments` are the documents of packed rows.
     """
@@ -225,7 +226,7 @@ def run_layers(
         layer, key = operands
         return layer(x, key, segments)
 
-    return looped(block, stacked, x, remat=config.remat, scan=config.scan)
+    return looped(block, stacked, x, remat=config.remat, scan=config.scan, after=after)
 
 
 def fold_range(key: jax.Array, count: int) -> jax.Array:

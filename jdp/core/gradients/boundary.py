@@ -7,7 +7,8 @@ several microbatches the values may be gathered before, and the gradients summed
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from jdp.core.precision import Precision
 from jdp.core.reading import parameter_scope, reduction_scope
+from jdp.core.sharding.mesh import set_while
 from jdp.core.sharding.placement import Placement
 
 Collective = Callable[..., jax.Array]
@@ -99,6 +101,25 @@ class Boundary:
         boundary = jax.custom_vjp(lambda weight: self.gathered(weight, placement, leading))
         boundary.defvjp(forward, backward)
         return boundary(weight)
+
+
+@dataclass(frozen=True)
+class GatherTable:
+    """The parameters of the loss that is being traced."""
+
+    boundary: Boundary
+    table: dict[int, tuple[jax.Array, Weight, Placement]]  # id of a gathered array -> (it, its shard, its placement)
+
+
+_CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
+
+
+def gathering(gathers: GatherTable) -> AbstractContextManager[GatherTable]:
+    return set_while(_CURRENT, gathers)
+
+
+def gather_table() -> GatherTable | None:
+    return _CURRENT.get()
 
 
 def cast_and_gather(

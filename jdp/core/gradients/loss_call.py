@@ -22,8 +22,7 @@ from jdp.base.errors import UserError
 from jdp.base.tree_paths import path_in_model, path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
-from jdp.core.gradients.boundary import Boundary, Weight
-from jdp.core.layers import GatherTable, gathering
+from jdp.core.gradients.boundary import Boundary, GatherTable, Weight, gathering
 from jdp.core.precision import Precision
 from jdp.core.reading import AT_TOP, passed_on
 from jdp.core.state import AnyState

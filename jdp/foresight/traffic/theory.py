@@ -20,12 +20,15 @@ Encoded gradients (`wire`) have rows of their own, with b bytes of codes and sca
     ddp        all-gather of S
     zero1-3    all-to-all of S/N each way; stacks of replicated leaves as ddp
 
+A table whose rows are exchanged (`core/lookup.py`) is neither gathered nor reduced over data; its row is what the trace
+sends in its place: an all-gather of row numbers, and all-to-alls of rows, their gradients, and shards.
+
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -35,7 +38,7 @@ from jdp.base.errors import UserError
 from jdp.base.words import Encoding
 from jdp.core.gradients.wire import is_encoded, row_bytes
 from jdp.core.plan import MIN_SHARD_SIZE, Plan
-from jdp.core.reading import Gathered
+from jdp.core.reading import Gathered, TracedCollectives
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.sharding.strategy import STRATEGIES, strategy
@@ -144,19 +147,23 @@ def theory(
     settings: StepSettings,
     *,
     static: Static | None = None,
-    gathered: tuple[Gathered, ...] | None = None,
+    sends: TracedCollectives | None = None,
     metrics: tuple[tuple[int, ...], ...] = (),
     exchanged: Mapping[tuple[str, int], int] | None = None,
 ) -> Theory:
-    """Return the row of the contract that a training step promises; `exchanged`: an update's traffic by `jdp.muon`."""
+    """Return the row of the contract that a training step promises.
+
+    `sends` are the collectives of its trace, and `exchanged` is an update's traffic by `jdp.muon`.
+    """
     sizes, r = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
     leaves = [(math.prod(leaf.shape) // shards(leaf.compute, sizes), leaf) for leaf in placements]
     trained = [(count, leaf) for count, leaf in leaves if leaf.trained]
     rounds = settings.accumulate if plan.row.reduce_each_microbatch else 1
-    gathered = gathered if plan.row.gather == "use" else None
-    gathers, most = _gathers(plan, settings, leaves, gathered)
-    first, *others = _reductions(plan, rounds, r, trained)
+    gathered = sends.gathered if sends is not None and plan.row.gather == "use" else None
+    looked_up = frozenset[str]() if sends is None else sends.looked_up - {each.path for each in sends.gathered}
+    gathers, most = _gathers(plan, settings, [each for each in leaves if each[1].path not in looked_up], gathered)
+    first, *others = _reductions(plan, rounds, r, trained, looked_up)
     promises, packed = (first, *gathers, *others), defaultdict[str, float](float)
     unsharded = _unsharded(plan, trained, rounds * r)
     if settings.wire is not None and plan.batch_shards > 1:
@@ -165,7 +172,8 @@ def theory(
         for each in reductions:
             if each.itemsize == 1:
                 packed[each.kind] += each.payload_bytes
-    for (kind, devices), payload in (exchanged or {}).items():
+    rows = {} if sends is None else {(kind, plan.mesh.shape[DATA]): size for kind, size in sends.exchanged.items()}
+    for (kind, devices), payload in (*(exchanged or {}).items(), *rows.items()):
         promises = (*promises, Promise(kind, payload, (DATA,), devices, 1, 4, first.parameters))
         packed[kind] += payload
     adapter = None if static is None else static.adapter
@@ -174,15 +182,18 @@ def theory(
     return Theory(sum(count for count, _ in leaves), promises, statistics, unsharded, gathered, most, dict(packed))
 
 
-def _reductions(plan: Plan, rounds: int, r: int, trained: Sequence[Leaf]) -> Sequence[Promise]:
+def _reductions(
+    plan: Plan, rounds: int, r: int, trained: Sequence[Leaf], looked_up: Collection[str]
+) -> Sequence[Promise]:
     whole = sum(count for count, leaf in trained if leaf.is_indivisible or not plan.row.shard_state)
     by_all = Promise("all-reduce", r * whole, plan.batch_axes, plan.batch_shards, 1, r, whole)
     if not plan.row.shard_state:
         return [by_all]
     n, replicas = plan.mesh.shape[DATA], plan.mesh.shape.get(REPLICA, 1)
     rest = sum(count for count, _ in trained) - whole
+    sums = rest - sum(count for count, leaf in trained if leaf.path in looked_up)
     return [
-        Promise("reduce-scatter", rounds * r * rest, (DATA,), n, rounds, r, rest),
+        Promise("reduce-scatter", rounds * r * sums, (DATA,), n, rounds, r, sums),
         Promise("all-reduce", r * rest / n, (REPLICA,), replicas, 1, r, rest),
         *([by_all] if whole else []),
     ]

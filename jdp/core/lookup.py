@@ -1,0 +1,77 @@
+"""Rows of an embedding's table, looked up in its shards.
+
+A device looks up fewer rows than a large table has. Gathering the table, and reducing its gradient, would send mostly
+rows that the device does not use. Instead the N devices along `data` exchange the T row numbers of each, and the rows:
+
+    forward    all-gather of the numbers; each device looks all of them up in its D / N columns; all-to-all of the rows
+    backward   all-to-all of the rows' gradients; each device adds them up in its columns
+
+If the table is sharded by rows, an all-to-all of the shards makes columns of them, and another makes rows of the sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.interpreters.batching import BatchTracer  # as in `jdp.core.layers`
+
+from jdp.core.gradients.boundary import Boundary, Weight, gather_table
+from jdp.core.reading import lookup_scope
+from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.mesh import traced_model_axes
+from jdp.core.sharding.placement import Placement
+
+
+def look_up(table: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Return float32 rows [..., D] of a table [rows, D] that nothing else uses; `numbers` are integers [...].
+
+    Gradients are summed in float32: in bfloat16 a scatter-add adds one term at a time, and stops at 256.
+    """
+    gathers = gather_table()
+    if gathers is not None and id(table) in gathers.table and not isinstance(numbers, BatchTracer):
+        _, weight, placement = gathers.table[id(table)]
+        if _is_exchanged(gathers.boundary, weight, placement, numbers):
+            return _exchanged(gathers.boundary, weight, placement, numbers)
+    return table.astype(jnp.float32)[numbers]  # XLA fuses the cast into the lookup, without a copy
+
+
+def _is_exchanged(boundary: Boundary, weight: Weight, placement: Placement, numbers: jax.Array) -> bool:
+    """Return whether rows are exchanged: a step gathers and sums in its layer loops, and few rows are looked up."""
+    sends = boundary.in_loops and boundary.gather is not None and (weight.slot is None or boundary.reduce is not None)
+    if not sends or placement.dim is None or weight.seed is not None or traced_model_axes():
+        return False
+    rows, width = placement.shape
+    return numbers.size < rows and width % jax.lax.axis_size(DATA) == 0
+
+
+def _exchanged(boundary: Boundary, weight: Weight, placement: Placement, numbers: jax.Array) -> jax.Array:
+    dtype, by_rows = boundary.precision.compute_dtype, placement.dim == 0
+    count, (rows, width) = jax.lax.axis_size(DATA), placement.shape
+    exchange = lambda x, split, concat: jax.lax.all_to_all(x, DATA, split, concat, tiled=True)  # noqa: E731
+
+    def forward(weight: Weight, numbers: jax.Array) -> tuple[jax.Array, Any]:
+        with lookup_scope(placement.path):
+            columns = weight.value.astype(dtype)
+            columns = exchange(columns, 1, 0) if by_rows else columns
+            every = jax.lax.all_gather(numbers.reshape(-1), DATA)
+            found = exchange(columns[every], 0, 2)
+        return found.reshape(*numbers.shape, width).astype(jnp.float32), (every, replace(weight, value=None))
+
+    def backward(residuals: Any, gradient: jax.Array) -> tuple[Weight, None]:
+        every, weight = residuals
+        if weight.slot is None:
+            return Weight(None), None
+        with lookup_scope(placement.path):
+            gradient = exchange(gradient.astype(dtype).reshape(1, -1, width), 2, 0).astype(jnp.float32)
+            columns = jnp.zeros((rows, width // count), jnp.float32).at[every].add(gradient)
+            total = exchange(columns, 0, 1) if by_rows else columns
+        total = total.astype(weight.slot.dtype)
+        total = total if weight.earlier is None else weight.earlier + total
+        return Weight(None, boundary.finished(total, placement)), None
+
+    rows_of = jax.custom_vjp(lambda *given: forward(*given)[0])
+    rows_of.defvjp(forward, backward)
+    return rows_of(weight, numbers)
