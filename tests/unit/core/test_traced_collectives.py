@@ -11,11 +11,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 from described_gpus import WITHOUT_TRITON
+from flax import nnx
 from judged import judged, source_line
-from trainings import abstract_step
+from trainings import abstract_step, plan_of
 
 import jdp
+from jdp.core.reading import every_run
+from jdp.experiment.losses import text_loss
 from jdp.foresight.targets.resolve import target
+from jdp.models import GPTConfig, build
 
 LAYERS, WIDTH, HEAD = 4, 128, 16
 MATRIX = WIDTH * WIDTH
@@ -129,3 +133,36 @@ def test_a_zero3_that_is_a_zero2_is_reported():
     assert "holds its weights like zero2: 133 KiB of 261 KiB gathered weights a device (51 %)" in first
     assert "(layers/v, head, layers/b)" in first
     assert "only parameters that reach jdp.scan_layers unchanged" in first
+
+
+@pytest.mark.parametrize("length", [4, 16])
+def test_an_untied_embedding_exchanges_its_rows(length):
+    """2 rows a device and microbatch, of a table of 16 × 8: with 32 tokens a device gathers it."""
+    config = GPTConfig(vocab_size=16, context=16, layers=3, width=8, heads=2, tied=False)
+    plan, init = plan_of("zero3", replica=2, data=4), lambda rng: build(config, rngs=nnx.Rngs(rng))
+    step, state = abstract_step(text_loss, init, optax.sgd(0.1), plan, precision="bf16", accumulate=2)
+    leaf = jax.ShapeDtypeStruct((32, length), "int32")
+    traced = step.lower(state, {"tokens": leaf, "targets": leaf, "weights": leaf}) and step.sends
+    at_top = {each.path: each.elements for each in traced.gathered if each.at_top}
+    assert at_top["head/kernel"] == 2 * 8 * 16
+    if length == 16:
+        assert at_top["embed/tokens"] == 2 * 16 * 8 and not traced.looked_up
+        return
+    assert traced.looked_up == {"embed/tokens"} and "embed/tokens" not in at_top
+    rows, shard = 2 * 4 * 8, 16 * 8 // 4
+    assert traced.exchanged == {"all-gather": 2 * 4 * 2 * 4 * 4, "all-to-all": 2 * (2 * 2 * rows + (2 + 4) * shard)}
+
+
+def test_a_heads_gradient_is_reduced_beside_the_last_layer():
+    """The gather and the reduction of all other weights at the top are first and last in a trace."""
+    config = GPTConfig(vocab_size=16, context=16, layers=3, width=32, heads=2, tied=False)
+    plan, init = plan_of("zero1", min_shard_size=64), lambda rng: build(config, rngs=nnx.Rngs(rng))
+    step, state = abstract_step(text_loss, init, optax.sgd(0.1), plan, partitioning="manual")
+    leaf = jax.ShapeDtypeStruct((16, 16), "int32")
+    jaxpr = step.jitted.trace(state, {"tokens": leaf, "targets": leaf, "weights": leaf}).jaxpr.jaxpr
+    sends = {"all_gather": [], "reduce_scatter": []}
+    for eqn, _, scope in every_run(jaxpr):
+        if eqn.primitive.name in sends:
+            sends[eqn.primitive.name].append("head/kernel" in scope)
+    assert sends["all_gather"][-1] and sends["reduce_scatter"][0]
+    assert sum(sends["reduce_scatter"]) == 1

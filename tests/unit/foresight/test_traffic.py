@@ -32,7 +32,8 @@ pytestmark = pytest.mark.aot
 # time by the kernels: each layer counts, also of scanned ones, whose ends are peeled; GPT-2's layers have fewest.
 GPT2 = {"vocab_size": 512, "context": 64, "width": 256, "heads": 4, "positions": "learned", "activation": "gelu"}
 GPT = GPTConfig(**GPT2, layers=2, kv_heads=2, tied=True, remat="full")
-DEEP = replace(GPT, layers=6)  # with fewer, zero3's peeled rounds leave no loop over the layers
+# with fewer layers, zero3's peeled rounds leave no loop over them; untied: the embedding's rows are exchanged
+DEEP = replace(GPT, layers=6, tied=False)
 MLP = MLPConfig(features_in=256, hidden=(512, 512), features_out=64)
 # Wide against biases and norms, and widths that divide by 64 devices.
 RESNET = ResNetConfig(classes=64, blocks=(1, 1), width=192, image_size=16, stem="small")
