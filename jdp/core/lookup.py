@@ -11,7 +11,6 @@ If the table is sharded by rows, an all-to-all of the shards makes columns of th
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -58,19 +57,15 @@ def _exchanged(boundary: Boundary, weight: Weight, placement: Placement, numbers
             columns = exchange(columns, 1, 0) if by_rows else columns
             every = jax.lax.all_gather(numbers.reshape(-1), DATA)
             found = exchange(columns[every], 0, 2)
-        return found.reshape(*numbers.shape, width).astype(jnp.float32), (every, replace(weight, value=None))
+        return found.reshape(*numbers.shape, width).astype(jnp.float32), (every, weight.slot)
 
     def backward(residuals: Any, gradient: jax.Array) -> tuple[Weight, None]:
-        every, weight = residuals
-        if weight.slot is None:
-            return Weight(None), None
+        every, slot = residuals
         with lookup_scope(placement.path):
             gradient = exchange(gradient.astype(dtype).reshape(1, -1, width), 2, 0).astype(jnp.float32)
             columns = jnp.zeros((rows, width // count), jnp.float32).at[every].add(gradient)
             total = exchange(columns, 0, 1) if by_rows else columns
-        total = total.astype(weight.slot.dtype)
-        total = total if weight.earlier is None else weight.earlier + total
-        return Weight(None, boundary.finished(total, placement)), None
+        return Weight(None, boundary.finished(total.astype(slot.dtype), placement)), None
 
     rows_of = jax.custom_vjp(lambda *given: forward(*given)[0])
     rows_of.defvjp(forward, backward)
