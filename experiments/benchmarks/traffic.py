@@ -132,7 +132,7 @@ PARTITIONINGS = ("auto", "manual")
 COLUMNS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
-    "muon": muon(optax.constant_schedule(1e-3), optax.adamw(1e-3), optax.identity(), {}),
+    "muon": muon(optax.adamw(1e-3), [optax.scale_by_learning_rate(1e-3)], {}),
 }
 LENGTH = 1024
 MIB = 2**20

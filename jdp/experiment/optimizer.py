@@ -6,13 +6,12 @@ Warm-up and schedule count global steps, so microbatches and devices do not chan
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import takewhile
-from math import prod, sqrt
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
@@ -21,7 +20,7 @@ from jdp.base.notices import notice
 from jdp.base.toml import cut
 from jdp.base.tree_paths import path_of
 from jdp.core.update.ema import with_ema
-from jdp.core.update.muon import scale_by_muon
+from jdp.core.update.muon import Form, scale_by_muon, scaled
 from jdp.core.update.schedules import warmup
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
@@ -91,7 +90,7 @@ def _rule(experiment: Experiment, shapes: Shapes) -> optax.GradientTransformatio
         case "muon":
             share = 1.0 if chosen.adam_lr is None else chosen.adam_lr / chosen.lr
             adamw = optax.adamw(lambda count: share * rate(count), **moments, eps=chosen.eps, **decay)
-            return muon(rate, adamw, decayed, shapes, beta=chosen.beta, eps=chosen.eps)
+            return muon(adamw, (decayed, descent), shapes, beta=chosen.beta, eps=chosen.eps)
 
 
 def decay_mask(params: Any) -> Any:
@@ -112,11 +111,7 @@ RMS = 0.2
 
 
 def muon(
-    rate: optax.Schedule,
-    adamw: optax.GradientTransformation,
-    decay: optax.GradientTransformation,
-    shapes: Shapes,
-    **settings: Any,
+    adamw: optax.GradientTransformation, after: Sequence[optax.GradientTransformation], shapes: Shapes, **settings: Any
 ) -> optax.GradientTransformation:
     """Return Muon for the hidden matrices and `adamw` for the other parameters.
 
@@ -127,48 +122,37 @@ def muon(
     [outputs, all other dimensions], and so is an attention kernel with a dimension for heads. Layers stacked for a
     scan, and experts, are many matrices.
 
-    `decay` adds the decayed weights, `settings` are the arguments of `scale_by_muon`, and `shapes` has the shapes of
-    all parameters by path, which identify stacked layers even if norms are frozen.
+    `after` are weight decay and learning rate, `settings` are the arguments of `scale_by_muon`, and `shapes` has the
+    shapes of all parameters by path, which identify stacked layers even if norms are frozen.
     """
+    made = partial(_partition, adamw, after, shapes, settings)
 
     def init(params: Any) -> Any:
         _report(params, matrix_dimensions(params, shapes))
-        return _partition(params, shapes, rate, adamw, decay, settings).init(params)
+        return made(params).init(params)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        like = updates if params is None else params
-        return _partition(like, shapes, rate, adamw, decay, settings).update(updates, state, params)
+        return made(updates).update(updates, state, params)
 
     return optax.GradientTransformation(init, update)
 
 
 def _partition(
-    params: Any,
-    shapes: Shapes,
-    rate: optax.Schedule,
-    adamw: optax.GradientTransformation,
-    decay: optax.GradientTransformation,
-    settings: Mapping[str, Any],
+    adamw: Any, after: Sequence[Any], shapes: Shapes, settings: Mapping[str, Any], params: Any
 ) -> optax.GradientTransformation:
     dims = matrix_dimensions(params, shapes)
     masked = jax.tree.map(lambda _, dim: optax.MaskedNode() if dim is None else dim, params, dims)
     step = scale_by_muon(weight_dimension_numbers=masked, **settings)
-    scaled = optax.stateless(lambda updates, _: jax.tree.map(_scaled, updates, masked))
-    hidden = optax.chain(step, scaled, decay, optax.scale_by_learning_rate(rate))
+    to_adamws = optax.stateless(lambda updates, _: jax.tree.map(partial(scaled, RMS), updates, masked))
     labels = jax.tree.map(lambda _, dim: "adamw" if dim is None else "muon", params, dims)
-    return optax.partition({"muon": hidden, "adamw": adamw}, labels)
-
-
-def _scaled(update: jax.Array, dimensions: MuonDimensionNumbers) -> jax.Array:
-    """Scale an orthogonal matrix to AdamW's root mean square."""
-    return RMS * sqrt(max(matrix_sizes(update.shape, dimensions)[1:])) * update
+    return optax.partition({"muon": optax.chain(step, to_adamws, *after), "adamw": adamw}, labels)
 
 
 def _report(params: Any, dims: Any) -> None:
     """Report how many matrices Muon updates, and which leaves other than biases and scales AdamW updates."""
     leaves, treedef = jax.tree.flatten_with_path(params)
     found = list(zip(leaves, treedef.flatten_up_to(dims), strict=True))
-    hidden = [matrix_sizes(leaf.shape, dim)[0] for (_, leaf), dim in found if dim is not None]
+    hidden = [Form.of(leaf.shape, dim).sizes[0] for (_, leaf), dim in found if dim is not None]
     others = [path_of(path) for (path, _), dim in found if dim is None]
     outer = [path for path in others if not is_vector(path)]
     notice(
@@ -229,7 +213,7 @@ def _dimensions(path: str, shape: tuple[int, ...], vectors: Shapes) -> MuonDimen
         return None
     else:
         found = _grouped(modules, name, len(shape) - stacked, stacked, vectors)
-    return found if min(matrix_sizes(shape, found)[1:]) > 1 else None
+    return found if min(Form.of(shape, found).sizes[1:]) > 1 else None
 
 
 def _grouped(modules: list[str], name: str, count: int, stacked: int, vectors: Shapes) -> MuonDimensionNumbers:
@@ -259,9 +243,3 @@ def _stacked(modules: list[str], shape: tuple[int, ...], vectors: Shapes) -> int
             same = (takewhile(lambda pair: pair[0] == pair[1], zip(vector, shape, strict=False)) for vector in near)
             return min(min(len(vector) - 1, len([*pairs])) for vector, pairs in zip(near, same, strict=True))
     return None
-
-
-def matrix_sizes(shape: tuple[int, ...], dimensions: MuonDimensionNumbers) -> tuple[int, int, int]:
-    """Return the number of matrices in a leaf, and their rows and columns."""
-    rows, columns = (prod(shape[dim] for dim in np.atleast_1d(dims)) for dims in dimensions)
-    return prod(shape) // (rows * columns), rows, columns

@@ -105,7 +105,7 @@ def muon(
         state = optax.contrib.muon(0.0, ns_coeffs, ns_steps).init(jnp.zeros((1, 1)))
         ns_coeffs = optax.tree.get(state, "ns_coeffs")
     numbers = partial(_numbers, muon_weight_dimension_numbers)
-    scaled = lambda updates, _: jax.tree.map(partial(_scaled, consistent_rms), updates, numbers(updates))  # noqa: E731
+    by_size = lambda updates, _: jax.tree.map(partial(scaled, consistent_rms), updates, numbers(updates))  # noqa: E731
     common: Any = {"eps": eps, "mu_dtype": mu_dtype, "nesterov": nesterov}
     hidden = optax.chain(
         scale_by_muon(
@@ -117,7 +117,7 @@ def muon(
             weight_dimension_numbers=numbers,
             **common,
         ),
-        optax.stateless(scaled),
+        optax.stateless(by_size),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -141,9 +141,9 @@ def _numbers(chosen: Any, params: PyTree) -> PyTree:
     return jax.tree.broadcast(chosen, params, lambda x: x is None or isinstance(x, MuonDimensionNumbers))
 
 
-def _scaled(rms: float | None, x: jax.Array, dims: MuonDimensionNumbers) -> jax.Array:
-    """Return an update scaled by the sizes of its matrices."""
-    _, rows, columns = Form.of(x, dims).sizes
+def scaled(rms: float | None, x: jax.Array, dims: MuonDimensionNumbers) -> jax.Array:
+    """Return an update scaled by the sizes of its matrices, to this root mean square if it is given."""
+    _, rows, columns = Form.of(x.shape, dims).sizes
     return x * (sqrt(max(1, columns / rows)) if rms is None else rms * sqrt(max(rows, columns)))
 
 
@@ -191,12 +191,12 @@ class Form:
     sizes: tuple[int, int, int]
 
     @staticmethod
-    def of(leaf: jax.Array, dims: MuonDimensionNumbers) -> Form:
-        rows, columns = (tuple(d % leaf.ndim for d in ((of,) if isinstance(of, int) else of)) for of in dims)
+    def of(shape: tuple[int, ...], dims: MuonDimensionNumbers) -> Form:
+        rows, columns = (tuple(d % len(shape) for d in ((of,) if isinstance(of, int) else of)) for of in dims)
         if {*rows} & {*columns}:
             raise UserError(f"A matrix has different dimensions as rows and columns; given {dims}. Name each once.")
-        kinds = tuple(d for d in range(leaf.ndim) if d not in rows + columns), rows, columns
-        layers, *matrix = (prod(leaf.shape[d] for d in kind) for kind in kinds)
+        kinds = tuple(d for d in range(len(shape)) if d not in rows + columns), rows, columns
+        layers, *matrix = (prod(shape[d] for d in kind) for kind in kinds)
         return Form(sum(kinds, ()), (layers, matrix[0], matrix[1]))
 
     @property
@@ -219,7 +219,7 @@ def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Arr
     """Apply a function of a stack [n, a, b], a ≤ b, to a tree of matrices; each device computes a part of the stack."""
     named, treedef = jax.tree.flatten_with_path(tree)
     alike, results = dict[Any, list[int]](), [leaf for _, leaf in named]
-    forms = list(map(Form.of, results, treedef.flatten_up_to(dims)))
+    forms = [Form.of(leaf.shape, dim) for leaf, dim in zip(results, treedef.flatten_up_to(dims), strict=True)]
     for i, (leaf, form) in enumerate(zip(results, forms, strict=True)):
         alike.setdefault((form.matrix, leaf.dtype), []).append(i)
     # the mesh for which an update is traced, else that of its arrays
