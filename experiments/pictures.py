@@ -23,7 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from jdp.report.charts import INK, SERIES, chart, write
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lessons"))
+
+from narration import keep
+
+from jdp.report.charts import INK, SERIES, chart
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENT, TARGET = "experiments/llama_8b_zero3.toml", "h100:8x8"
@@ -63,7 +67,7 @@ def memory(candidates: list[dict[str, Any]], path: Path) -> None:
     axes.set_yticks(range(len(candidates)), [candidate["strategy"] for candidate in candidates])
     axes.set(xlim=(0, 165), ylim=(len(candidates) - 0.5, -0.95), xlabel="GiB a GPU, at the peak of a step")
     axes.legend(loc="lower right", frameon=False)
-    write(figure, path, described(candidates))
+    keep(figure, path, described(candidates))
 
 
 def described(candidates: list[dict[str, Any]]) -> str:

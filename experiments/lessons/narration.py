@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jdp.base.formatting import align_columns
-from jdp.report.charts import SETTINGS, chart, inline, write
+from jdp.report.charts import SETTINGS, chart, inline
 from jdp.report.page import page
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -109,9 +109,17 @@ def stacked(panel: Axes, title: str, names: Sequence[str], parts: Mapping[str, S
     panel.legend()
 
 
+_FILE_STYLE = (
+    "svg { --ink: #1b1f24; --faint: #59636e; --paper: #fff; background: var(--paper); } "
+    "@media (prefers-color-scheme: dark) { svg { --ink: #e4e8ec; --faint: #9aa5b1; --paper: #14171b; } }"
+)
+
+
 def keep(figure: Figure, path: Path, described: str) -> None:
-    """Write a picture and print its path."""
-    write(figure, path, described)
+    """Write a picture as a self-contained SVG file and print its path."""
+    text = str(inline(figure, described)).replace("</title>", f"</title><style>{_FILE_STYLE}</style>", 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.replace("xlink:href", "href"), encoding="utf-8")
     print(f"\nwrote {path}")
 
 

@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -34,10 +33,6 @@ from jdp.report.run import Run
 # Colours for matplotlib that stand in for the page's variables.
 INK, FAINT, PAPER = "#010203", "#040506", "#070809"
 _PAGE_COLOURS = {INK: "var(--ink)", FAINT: "var(--faint)", PAPER: "var(--paper)"}
-_FILE_STYLE = (
-    "svg { --ink: #1b1f24; --faint: #59636e; --paper: #fff; background: var(--paper); } "
-    "@media (prefers-color-scheme: dark) { svg { --ink: #e4e8ec; --faint: #9aa5b1; --paper: #14171b; } }"
-)
 
 SERIES = tuple(COLOURS[name] for name in ("blue", "vermilion", "green", "orange", "purple", "sky", "grey"))
 """The colours of a chart's series, in order."""
@@ -119,14 +114,6 @@ def inline(figure: Figure, described: str) -> Markup:
     text = re.sub(r'(?<=id=")\w+|(?<=url\(#)\w+|(?<=href="#)\w+', rf"\g<0>-{digest}", text)
     title = Markup("<title>{}</title>").format(visible(described))
     return Markup(re.sub(r"<svg [^>]*>", lambda head: f'{head[0][:-1]} role="img">{title}', text, count=1).strip())
-
-
-def write(figure: Figure, path: Path, described: str) -> None:
-    """Write a figure as a self-contained SVG file."""
-    text = str(inline(figure, described)).replace("</title>", f"</title><style>{_FILE_STYLE}</style>", 1)
-    text = text.replace("xlink:href", "href")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
 
 
 # The charts of runs.
