@@ -4,7 +4,7 @@
 kind, and keeps the fastest:
 
     seconds        base latency + hops x latency a hop + wire bytes / (bus bandwidth x the protocol's share of it)
-    bus bandwidth  min(NVLink, members on one host x network card), each times its efficiency (`base/chips.py`)
+    bus bandwidth  min(NVLink, members on one host x network card), each times its efficiency (`base/gpus.toml`)
 
 A ring all-reduce of n members on h hosts takes 2(n-1) hops, 2(h-1) of them over the network. It sends 2(n-1)/n of the
 payload; reduce-scatter and all-gather take half of both. A tree (all-reduce only) takes 2(n/h - 1) hops inside and
