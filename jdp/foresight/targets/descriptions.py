@@ -7,13 +7,14 @@ A cluster's file has a known GPU, and the numbers that differ:
     network_bandwidth_gb_s = 25        # one 200 Gb/s card a GPU
     memory_gib = 79.1
 
-`written(gpu)` makes XLA:GPU's GpuTargetConfigProto from published numbers (openxla/xla,
+`gpu.txtpb` is XLA:GPU's GpuTargetConfigProto with fields for published numbers (openxla/xla,
 xla/stream_executor/device_description.proto); on a machine with the GPU, `--xla_dump_to=DIR` dumps XLA's own. The
 version of CUDA is that of XLA's descriptions (xla/backends/gpu/target_config/specs).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from jdp.base.chips import GPUS, Gpu
 from jdp.base.errors import UserError
@@ -92,30 +93,4 @@ def _check_names(names: Iterable[object], allowed: Sequence[str], what: str) -> 
 
 def written(gpu: Gpu) -> str:
     """Return `gpu` as the text of XLA's GpuTargetConfigProto."""
-    return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {gpu.shared_per_block}
-  shared_memory_per_core: {gpu.shared_per_core}
-  core_count: {gpu.cores}
-  runtime_version: "12.8.0"
-  fpus_per_core: {gpu.lanes}
-  clock_rate_ghz: {gpu.clock_ghz}
-  l2_cache_size: {gpu.l2}
-  memory_bandwidth: {int(gpu.memory_bandwidth)}
-  device_memory_size: {gpu.memory_bytes}
-  device_interconnect_info {{ active_links: {gpu.links} }}
-  cuda_compute_capability {{
-    major: {gpu.capability[0]} minor: {gpu.capability[1]} feature_extension: {gpu.extension}
-  }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{gpu.name}"
-"""
+    return Path(__file__).with_name("gpu.txtpb").read_text(encoding="utf-8").format(gpu=gpu)

@@ -127,7 +127,7 @@ def abstract_on(
 
 
 _CUDNN = 91_000
-"""The assumed cuDNN of described GPUs, in its own numbers: 9.10.0, as in `descriptions.written`."""
+"""The assumed cuDNN of described GPUs, in its own numbers: 9.10.0, as in `gpu.txtpb`."""
 _LOCK = threading.RLock()
 
 
