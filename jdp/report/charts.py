@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -38,28 +39,8 @@ SERIES = tuple(COLOURS[name] for name in ("blue", "vermilion", "green", "orange"
 """The colours of a chart's series, in order."""
 
 SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: it can be searched, copied and read aloud
-    "svg.hashsalt": "jdp",  # reproducible ids
-    "text.parse_math": False,  # names may hold dollar signs
-    "text.usetex": False,
-    "path.simplify": True,  # a long curve keeps the extremes of about every pixel
-    "path.simplify_threshold": 1.0,
-    "font.family": "sans-serif",
-    "font.size": 10,
+    **mpl.rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False),
     "axes.prop_cycle": cycler(color=SERIES),
-    "text.color": INK,
-    "axes.labelcolor": FAINT,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.edgecolor": FAINT,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "figure.facecolor": "none",
-    "legend.frameon": False,
 }
 
 

@@ -38,7 +38,7 @@ def names(folder, pattern):
 def test_its_content(unpacked):
     """Every module, guide and template of jdp, and the experiments, and nothing else beside the metadata."""
     assert {path.name for path in unpacked.iterdir()} == {"jdp", f"jdp-{jdp.__version__}.dist-info"}
-    for pattern in ("**/*.py", "**/*.md", "**/*.html", "base/*.toml", "**/*.txtpb"):
+    for pattern in ("**/*.py", "**/*.md", "**/*.html", "base/*.toml", "**/*.txtpb", "**/*.mplstyle"):
         assert names(unpacked / "jdp", pattern) == names(ROOT / "jdp", pattern)
     assert (unpacked / "jdp" / "py.typed").is_file()
     shipped = unpacked / "jdp" / "experiment" / "shipped_files"
