@@ -121,6 +121,8 @@ def set_while(variable: ContextVar[Any], value: Value) -> Generator[Value]:
         variable.reset(token)
 
 
+_NONE = Mesh(np.empty((), object), ())
+"""A mesh without axes."""
 _FOLLOWED: ContextVar[Mesh | None] = ContextVar("jdp_followed", default=None)
 
 
@@ -133,7 +135,7 @@ def following(mesh: Mesh) -> Generator[None]:
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
     """Return a context without the mesh of the caller's `jax.set_mesh`."""
-    return jax.set_mesh(Mesh(np.empty((), object), ()))
+    return jax.set_mesh(_NONE)
 
 
 def followed(mesh: Mesh) -> Mesh:
@@ -156,7 +158,7 @@ def host_of(device: Device) -> Any:
     return device.process_index if partition is None else partition
 
 
-_CURRENT: ContextVar[Mesh | None] = ContextVar("jdp_traced", default=None)
+_CURRENT: ContextVar[Mesh] = ContextVar("jdp_traced", default=_NONE)
 
 
 def tracing_on(mesh: Mesh) -> AbstractContextManager[Mesh]:
@@ -166,7 +168,7 @@ def tracing_on(mesh: Mesh) -> AbstractContextManager[Mesh]:
 
 def traced_device() -> Device:
     """Return a device of the kind that the code being traced will run on: outside of a step, JAX's default."""
-    if (mesh := _CURRENT.get()) is not None:
+    if not (mesh := _CURRENT.get()).empty:
         return mesh.devices.flat[0]
     device: Device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return jax.local_devices(backend=device)[0] if device is None or isinstance(device, str) else device
@@ -174,28 +176,25 @@ def traced_device() -> Device:
 
 def traced_mesh() -> Mesh | None:
     """Return the mesh that the code being traced will run on; None outside of a step."""
-    return _CURRENT.get()
+    return None if (mesh := _CURRENT.get()).empty else mesh
 
 
 def traced_shards() -> int:
     """Return the number of devices that share the rows of the traced code: 1 in `shard_map` and outside of a step."""
-    if (mesh := _CURRENT.get()) is None:
-        return 1
+    mesh = _CURRENT.get()
     return math.prod(mesh.shape[axis] for axis in batch_axes(mesh) if axis not in _manual_axes())
 
 
 def traced_model_axes() -> dict[str, int]:
     """Return the mesh axes, with their sizes, over which XLA may shard the traced model."""
-    if (mesh := _CURRENT.get()) is None:
-        return {}
+    mesh = _CURRENT.get()
     others = {*batch_axes(mesh), *_manual_axes()}
     return {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in others}
 
 
 def manual_batch_axes() -> tuple[str, ...]:
     """Return the batch axes along which the traced code sees one device's rows; () if it sees all rows."""
-    mesh, manual = _CURRENT.get(), _manual_axes()
-    return () if mesh is None else tuple(axis for axis in batch_axes(mesh) if axis in manual)
+    return tuple(axis for axis in batch_axes(_CURRENT.get()) if axis in _manual_axes())
 
 
 def is_traced_by_shard() -> bool:
