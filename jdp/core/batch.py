@@ -72,10 +72,6 @@ def owned(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array) else np.array(np.asarray(leaf))
 
 
-def owned_batch(batch: Batch) -> Batch:
-    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
-
-
 def check_state(state: Any, call: str, batch: Any = None) -> None:
     """Check that the state of a call is a `TrainState`, and not a step's whole result or an exchanged argument."""
     if isinstance(state, TrainState):

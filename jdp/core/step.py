@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jdp.base.errors import UserError, public
 from jdp.base.notices import notice
 from jdp.base.words import Encoding, Partitioning, PrecisionName
-from jdp.core.batch import check_alive, check_operands, check_state, owned_batch, signature
+from jdp.core.batch import check_alive, check_operands, check_state, owned, signature
 from jdp.core.compiling.options import Compiler, CompilerOptions, CompilerValue
 from jdp.core.gradients.loss_call import check_loss_takes
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
@@ -93,7 +93,7 @@ class Step(Generic[Kind]):
             lower = lambda: self.jitted.lower(state, batch)  # noqa: E731 - the check may change `jitted`
             loss.agree(signature(batch), state, batch, lower, compiler_options=self.compiler_options)
         else:
-            batch = owned_batch(batch)
+            batch = jax.tree.map(owned, batch)
         if not loss.is_checked:
             loss.check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]

@@ -22,7 +22,7 @@ from jdp.base.toml import described
 from jdp.base.tree_paths import path_in_model
 from jdp.base.words import Encoding, Partitioning, PrecisionName, is_integer
 from jdp.core import flax_nnx
-from jdp.core.batch import check_operands, owned_batch, signature
+from jdp.core.batch import check_operands, owned, signature
 from jdp.core.gradients.loss_call import LossWithAux, check_loss_takes
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
 from jdp.core.init.trees import check_tree, refuse_offload, resolve, typed_key
@@ -205,7 +205,7 @@ class ValueAndGrad(Generic[*Arguments]):
             loss.agree(shapes, state, batch, lambda: self.jitted.lower(state, batch))
         elif not loss.is_checked:
             loss.check_first(state, batch)
-        values, grads, model_state = self.jitted(state, owned_batch(batch))
+        values, grads, model_state = self.jitted(state, jax.tree.map(owned, batch))
         loss.limit_run_ahead(values if isinstance(values, dict) else values[0])
         return values, self._taken_apart(models, state, grads, model_state)
 
