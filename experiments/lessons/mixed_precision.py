@@ -27,6 +27,7 @@ from narration import curves, keep, parser, show, tell
 from toy import forward, init, make_batch
 
 import jdp
+from jdp.core.precision import DTYPES
 
 FORMATS = (jnp.float32, jnp.float16, jnp.bfloat16)
 LIMITS = {"largest": "max", "smallest normal": "tiny", "smallest": "smallest_subnormal", "step at 1": "eps"}
@@ -47,7 +48,7 @@ RATE, SMALL = 3e-3, 1e-4  # of Adam
 def bytes_a_parameter(name: str, plan: jdp.Plan) -> tuple[float, ...]:
     """Return bytes per parameter, of all devices: weights and Adam's moments at rest, a gradient and a weight sent."""
     precision = SETTINGS[name]
-    start = lambda key: jax.tree.map(lambda leaf: leaf.astype(precision.params_dtype), init(key))  # noqa: E731
+    start = lambda key: jax.tree.map(lambda leaf: leaf.astype(DTYPES[precision.params]), init(key))  # noqa: E731
     state = jdp.init_state(start, optax.adam(RATE), plan, rng=jax.random.key(0))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     rest = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) / parameters for part in (state.params, state.opt_state))

@@ -96,10 +96,6 @@ class Precision:
         return jax.tree.map(shape, params)
 
     @property
-    def params_dtype(self) -> jnp.dtype:
-        return jnp.dtype(DTYPES[self.params])
-
-    @property
     def compute_dtype(self) -> jnp.dtype:
         return jnp.dtype(DTYPES[self.compute])
 
