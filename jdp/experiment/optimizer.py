@@ -122,7 +122,7 @@ def muon(
     [outputs, all other dimensions], and so is an attention kernel with a dimension for heads. Layers stacked for a
     scan, and experts, are many matrices.
 
-    `after` are weight decay and learning rate, `settings` are the arguments of `scale_by_muon`, and `shapes` has the
+    `after` are weight decay and learning rate, and `settings` are the arguments of `scale_by_muon`. `shapes` has the
     shapes of all parameters by path, which identify stacked layers even if norms are frozen.
     """
     made = partial(_partition, adamw, after, shapes, settings)
