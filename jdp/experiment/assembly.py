@@ -19,7 +19,9 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
+from numpy.typing import NDArray
 
+from jdp.base.notices import notice
 from jdp.base.toml import cut
 from jdp.base.tree_paths import matches, path_of
 from jdp.core.flax_nnx import built, split
@@ -242,6 +244,30 @@ class Inputs:
     def eval_sets(self) -> dict[str, Source]:
         """The evaluation sets by the prefix of their metrics: "eval", "eval_NAME"."""
         return open_eval_sets(self.experiment, self.data)
+
+    @cached_property
+    def prompts(self) -> dict[str, tuple[NDArray[np.int32], np.int32]]:
+        """The prompts of [sample] by text: tokens [1, n], padded to one length, and the position of the last token.
+
+        Raises ExperimentError for a prompt that does not fit into the model's context.
+        """
+        table = self.experiment.sample
+        if table is None:
+            return {}
+        tokenizer, context = self.data.tokenizer, self.training.config.context
+        tokens = {text: tokenizer.opened(tokenizer.encode(text)) for text in table.prompts}
+        longest = max(map(len, tokens.values()))
+        if longest >= context:
+            raise ExperimentError(
+                f"sample.prompt must be shorter than the model's context of {context} tokens; given one of {longest}: "
+                "shorten it"
+            )
+        if longest + table.length > context:
+            notice(
+                f"sample.length = {table.length}: {context - longest} tokens fit into the model's context of {context}"
+            )
+        padded = {text: np.pad(row, (0, longest - len(row))) for text, row in tokens.items()}
+        return {text: (padded[text][None], np.int32(len(row) - 1)) for text, row in tokens.items()}
 
     def train_batches(self, start: int) -> Iterable[NumpyBatch]:
         """Return the training batches from step `start` on, all rows of each."""

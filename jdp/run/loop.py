@@ -50,7 +50,7 @@ def run(
     with StopRequest() as stop:  # from now on no signal is lost; before the first step it exits at once
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
-        _ = assembly.inputs.eval_sets  # report errors of the data before anything is written
+        _ = assembly.inputs.eval_sets, assembly.inputs.prompts  # report their errors before anything is written
         weights = InitialWeights.of(experiment.train)
         folder = root / experiment.name
         has_checkpoints = any((folder / CHECKPOINTS).glob(f"*/{COMMITTED}"))

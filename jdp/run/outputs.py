@@ -20,7 +20,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from jdp.base.errors import UserError
 from jdp.base.formatting import escaped, format_bytes, format_rate, wrapped
-from jdp.base.notices import notice
 from jdp.base.toml import cut
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import TrainState
@@ -199,8 +198,6 @@ class SampleWriter:
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
-        if assembly.experiment.sample is not None:
-            _ = self._prompts  # refused before the first step
 
     def rows(self, state: TrainState, step: int) -> list[dict[str, Any]]:
         """Return a row for each prompt: step, prompt, and the text, which begins with the prompt.
@@ -211,30 +208,11 @@ class SampleWriter:
             return []
         rows, data = list[dict[str, Any]](), self._assembly.inputs.data
         state = self._assembly.training.averaged(state)
-        for prompt, tokens in self._prompts.items():
+        for prompt, tokens in self._assembly.inputs.prompts.items():
             drawn = np.asarray(jax.device_get(self._continue(state, *tokens)))[0]
             shown = np.concatenate([data.tokenizer.encode(prompt), drawn])  # without the token that opens a text
             rows.append({"step": step, "prompt": prompt, "text": data.tokenizer.decode(shown[shown < data.vocab_size])})
         return rows
-
-    @functools.cached_property
-    def _prompts(self) -> dict[str, tuple[NDArray[np.int32], np.int32]]:
-        """Each prompt's tokens [1, n], padded to one length, and the position of its last token."""
-        table, tokenizer = self._assembly.experiment.sample, self._assembly.inputs.data.tokenizer
-        assert table is not None
-        tokens = {text: tokenizer.opened(tokenizer.encode(text)) for text in table.prompts}
-        longest, context = max(map(len, tokens.values())), self._assembly.training.config.context
-        if longest >= context:
-            raise UserError(
-                f"sample.prompt must be shorter than the model's context of {context} tokens; given one of {longest}: "
-                "shorten it"
-            )
-        if longest + table.length > context:
-            notice(
-                f"sample.length = {table.length}: {context - longest} tokens fit into the model's context of {context}"
-            )
-        padded = {text: np.pad(row, (0, longest - len(row))) for text, row in tokens.items()}
-        return {text: (padded[text][None], np.int32(len(row) - 1)) for text, row in tokens.items()}
 
     @functools.cached_property
     def _continue(self) -> Callable[[TrainState, NDArray[np.int32], np.int32], jax.Array]:

@@ -28,6 +28,7 @@ def test_a_prompt_must_leave_room_in_the_context(sampled, capsys):
     file, _ = sampled
     error = refused(capsys, "train", file, "--sample.prompt", "def word", "--run-dir", file.parent / "long")
     assert "sample.prompt must be shorter than the model's context of 8 tokens; given one of 8" in error
+    assert not (file.parent / "long").exists()
 
 
 @pytest.mark.rest
