@@ -8,6 +8,7 @@ machine's disk only. Its errors for other paths name no rule and no fix. So ever
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import re
 import stat
@@ -130,6 +131,15 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     mode = os.stat(path).st_mode  # noqa: PTH116 - names of millions of images are text, not Path
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
+
+
+def matching(path: Path) -> list[str]:
+    """Return the file, or the sorted files of a glob. Brackets in the names of existing folders are not a pattern."""
+    if path.is_file():
+        return [str(path)]
+    folder = next((parent for parent in path.parents if parent.exists()), Path())
+    pattern = str(Path(glob.escape(str(folder)), path.relative_to(folder)))
+    return sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))  # noqa: PTH207 - may be many
 
 
 def address_of(given: object) -> str | None:

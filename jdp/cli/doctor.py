@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import tyro
 
 from jdp.base.machine import choose_platform
+from jdp.base.user_path import user_path
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
 if TYPE_CHECKING:
@@ -57,13 +58,11 @@ def run(arguments: list[str]) -> int:
 
 def _check(options: Options) -> Path | None:
     """Return the folder of RUN; None if none is given."""
-    from jdp.run.read_folder import run_path
-
     if not 0 < options.timeout <= 86400:
         raise UsageError(f"--timeout takes seconds, above 0 and at most a day; given {options.timeout}: write 25")
     if options.run is None:
         return None
-    path, place = run_path(options.run), options.run_dir
+    path, place = user_path(options.run), options.run_dir
     folder = next((each for each in (path, place / path) if each.is_dir()), None)
     if folder is None:
         raise UsageError(f"there is no run {options.run}, neither as a folder nor in {place}: name its folder")

@@ -36,6 +36,7 @@ from typing import Any
 
 import jdp
 from jdp.base.errors import UserError
+from jdp.base.formatting import escaped
 from jdp.base.toml import cut
 from jdp.base.words import nearest
 from jdp.cli.options import ALL_KEYS, UsageError, wrapped
@@ -107,7 +108,10 @@ def _in_words(arguments: list[str]) -> int:
             file = error.filename or "the output"
             message, code = f"error: {file} cannot be written: {error.strerror}", USER_ERROR
         elif isinstance(error, UserError) or hasattr(error, "exit_code"):
-            message, code = f"error: {_printable(error)}", getattr(error, "exit_code", USER_ERROR)
+            lines = [cut(line, _LONGEST_LINE) for line in str(error).split("\n")]  # it may repeat any text
+            more = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
+            message = escaped("\n".join([f"error: {lines[0]}", *lines[1:_MOST_LINES], *more]))
+            code = getattr(error, "exit_code", USER_ERROR)
         joined = cluster.joined_as() if cluster else None
         prefix = f"process {joined[0]} of {joined[1]}: " if joined else ""
         print(f"{prefix}{message}", file=sys.stderr)
@@ -144,18 +148,6 @@ def _run(arguments: list[str]) -> int:
         hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         raise UsageError(f"jdp has no command {name!r}{hint}")
     return importlib.import_module(f"jdp.cli.{name}").run(arguments[1:])
-
-
-def _printable(error: Exception) -> str:
-    """Return an error's message, which may repeat any text, for a terminal: escaped, with long lines and lists cut."""
-
-    def escaped(letter: str) -> str:
-        return letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1]
-
-    lines = str(error).split("\n")
-    kept = ["".join(map(escaped, cut(line, _LONGEST_LINE))) for line in lines[:_MOST_LINES]]
-    more = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
-    return "\n".join([*kept, *more])
 
 
 def _cluster() -> Any:

@@ -11,7 +11,7 @@ import tyro
 from jdp.base.toml import brief
 from jdp.base.words import nearest
 from jdp.cli.options import UsageError, parse
-from jdp.experiment.file import copied, shipped
+from jdp.experiment.file import absent_paths, copied, shipped
 from jdp.experiment.schema.fields import run_name
 
 _GPUS = 8
@@ -60,5 +60,7 @@ def run(arguments: list[str]) -> int:
     count = math.prod(sizes) if sizes and min(sizes) > 0 else _GPUS
     on_gpus = f" --target h100:{math.ceil(count / _GPUS)}x{min(count, _GPUS)}"  # GPUs for the mesh
     target = "" if "devices" in table else on_gpus
-    print(f"wrote {file}. Next:\n  jdp plan {file}{target}\n  jdp train {file}")
+    absent = ", ".join(absent_paths(table))
+    needs = f"; its comments tell how to get {absent}, which it needs" if absent else ""
+    print(f"wrote {file}{needs}. Next:\n  jdp plan {file}{target}\n  jdp train {file}")
     return 0

@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 
 from jdp.base.toml import parse
+from jdp.base.user_path import user_path
 from jdp.checkpoint import Checkpoints, restore, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.config import NAME as CONFIG
@@ -37,7 +38,7 @@ from jdp.experiment.schema.fields import NONE
 from jdp.models import GPT, GPTConfig
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, FILE
-from jdp.run.read_folder import find_run, run_path
+from jdp.run.read_folder import find_run
 from jdp.run.weights import names_of
 
 BEST = "best"
@@ -59,7 +60,7 @@ def find_model(
     `step` is a number, "best", or None for the newest; `tokenizer` replaces the one in the folder, or the run's. Raises
     ExperimentError if the folder, the model, the step or the tokenizer does not exist.
     """
-    folder = run_path(place)
+    folder = user_path(place)
     if not (folder / CONFIG).is_file() or (folder / FILE).exists():
         return _of_run(place, runs, step, {} if plugin is None else {"plugin": plugin}, tokenizer)
     if step is not None:

@@ -8,7 +8,6 @@ it) may name any file of this disk, and `datasets` would read it. So files outsi
 """
 
 import contextlib
-import glob
 import importlib
 import json
 import os
@@ -22,7 +21,17 @@ from typing import Any, NoReturn
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.toml import cut
-from jdp.base.user_path import BUILDERS, COMPRESSED, HF, STREAM, HubSource, builder_of, check_regular, user_path
+from jdp.base.user_path import (
+    BUILDERS,
+    COMPRESSED,
+    HF,
+    STREAM,
+    HubSource,
+    builder_of,
+    check_regular,
+    matching,
+    user_path,
+)
 
 PathLike = str | os.PathLike[str]
 
@@ -54,15 +63,6 @@ def read_by_datasets(path: Path, file: PathLike | None = None) -> str:
         return f'write "{HF}{builder}:{path}", which `datasets` reads'
     some = ", ".join(f'"{HF}{name}:{path}"' for name in BUILDERS)
     return f"convert (or decompress) it, or write {some}: `datasets` reads these"
-
-
-def matching(path: Path) -> list[str]:
-    """Return the file, or the sorted files of a glob. Brackets in the names of existing folders are not a pattern."""
-    if path.is_file():
-        return [str(path)]
-    folder = next((parent for parent in path.parents if parent.exists()), Path())
-    pattern = str(Path(glob.escape(str(folder)), path.relative_to(folder)))
-    return sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))  # noqa: PTH207 - may be many
 
 
 @dataclass(frozen=True, eq=False)

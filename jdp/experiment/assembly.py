@@ -40,6 +40,7 @@ from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
 from jdp.experiment.losses import loss_of
 from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.fields import words_of
 from jdp.foresight.timing.model_flops import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state
 from jdp.guard.nonfinite import Inspection
@@ -255,7 +256,7 @@ class Inputs:
         if table is None:
             return {}
         tokenizer, context = self.data.tokenizer, self.training.config.context
-        tokens = {text: tokenizer.opened(tokenizer.encode(text)) for text in table.prompts}
+        tokens = {text: tokenizer.opened(tokenizer.encode(text)) for text in words_of(table.prompt)}
         longest = max(map(len, tokens.values()))
         if longest >= context:
             raise ExperimentError(

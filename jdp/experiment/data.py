@@ -22,7 +22,7 @@ from jdp.data.arrays import NOT_CONTENT, ArrayData, array_data
 from jdp.data.held_out import content_score, fingerprint, split_samples
 from jdp.data.images import ImageData, augmented, image_data
 from jdp.data.mixtures import Concatenated
-from jdp.experiment.file import ExperimentError
+from jdp.experiment.file import ExperimentError, check_paths
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.fields import words_of
 from jdp.experiment.schema.tables import ARRAYS, BITS_PER_BYTE, Data
@@ -62,8 +62,7 @@ class Sides:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits for the images and their augmentation."""
-        own = self.images.fingerprint
-        return fingerprint(f"{own} {self.drawn}") if self.drawn else own
+        return fingerprint(f"{self.images.fingerprint} {self.drawn}") if self.drawn else self.images.fingerprint
 
     def __str__(self) -> str:
         return f"{self.images}; {self.words}"
@@ -83,6 +82,7 @@ def _augmented(images: Any, experiment: Experiment) -> Any:
 
 def open_data(experiment: Experiment) -> Any:
     given = experiment.data
+    check_paths(experiment.model_dump(include={"data", "eval"}))
     if experiment.kind == "own":
         return made_data(given)
     if not given.mixture:
@@ -122,17 +122,12 @@ def _opened(experiment: Experiment, source: Any, field: str | None = None, *, al
     words = words_of(source)
     is_arrays = all(word.endswith(ARRAYS) for word in words)
     if kind == "text" and (given.ids or not is_arrays):
+        shared = {"length", "heldout_fraction", "packing", "ids", "weights", "labels", "attention_mask"}
         return text_data(
             source,
-            length=given.length,
-            heldout_fraction=given.heldout_fraction,
+            **given.model_dump(include=shared),
             field=field or "text",
             tokenizer=given.tokenizer if given.knows_text else None,
-            packing=given.packing,
-            ids=given.ids,
-            weights=given.weights,
-            labels=given.labels,
-            attention_mask=given.attention_mask,
             vocab_size=experiment.model.config.vocab_size,
         )
     if len(words) != 1:

@@ -9,7 +9,7 @@ import copy
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from keyword import iskeyword
@@ -21,14 +21,14 @@ from pydantic import BaseModel, ValidationError
 from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
-from jdp.base.user_path import BUILDERS, HF, HubSource, PathError, check_regular, user_path
+from jdp.base.user_path import BUILDERS, HF, HubSource, PathError, check_regular, matching, user_path
 from jdp.base.words import nearest
 from jdp.core.sharding.axes import BatchUnit, axis_sizes, batch_unit
 from jdp.experiment.keys import Key, Schemas, config_keys, problems, table_class, table_keys, tables
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.make import Made
-from jdp.experiment.schema.model import MadeModel, Model, model_table, take_tokenizer
+from jdp.experiment.schema.model import TOKENIZER, MadeModel, Model, model_table, take_tokenizer
 from jdp.models.configs import SIZES
 
 KeyPath = tuple[str, ...]
@@ -58,11 +58,9 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
     Raises:
         ExperimentError: the file cannot be read, is not TOML, or is not a valid experiment; or `make` names a package
             that is not `plugin` or cannot be imported.
+        PathError: no file can have this path.
     """
-    try:
-        file = user_path(path)
-    except PathError as error:
-        raise ExperimentError(f"the experiment file: {error}") from None
+    file = user_path(path)
     by_name = shipped_file(file)
     table = parse(copied(file.name)) if by_name else _read(file)
     _anchor_paths(table, Path.cwd() if by_name else file.parent)
@@ -121,14 +119,11 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
         device_count: number of devices in all processes together.
 
     Raises:
-        ExperimentError: the mesh does not multiply to `device_count`, or does not divide the batch.
+        UserError: the mesh does not multiply to `device_count`, or does not divide the batch.
     """
     sizes = mesh_sizes(experiment.mesh, device_count)
     unit = BatchUnit({**batch_unit(sizes).factors, "train.accumulate": experiment.train.accumulate})
-    try:
-        unit.check(experiment.train.batch_size, "train.batch_size")
-    except ValueError as error:
-        raise ExperimentError(str(error)) from None
+    unit.check(experiment.train.batch_size, "train.batch_size")
     return sizes
 
 
@@ -179,32 +174,65 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
-    def anchored(path: Any, words: tuple[str, ...] = ()) -> Any:
-        if isinstance(path, list):
-            return [anchored(each, words) for each in cast("list[Any]", path)]
+    for path in PATHS:
+        _change_paths(table, path, lambda given: str((folder / user_path(given)).absolute()))
+
+
+def _change_paths(table: dict[str, Any], key: str, change: Callable[[str], str]) -> None:
+    """Replace each path that a table has under one of `PATHS`."""
+
+    def changed(path: Any, words: tuple[str, ...] = ()) -> Any:
+        if isinstance(path, list | tuple):
+            return [changed(each, words) for each in cast("list[Any]", path)]
         if not isinstance(path, str) or path in ("", NONE, *words):
             return path
         if hub := HubSource.of(path):
-            return hub.at(anchored) if hub.is_path else path
+            return hub.at(changed) if hub.is_path else path
         try:
-            return str((folder / user_path(path)).absolute())
+            return change(path)
         except PathError:  # the schema reports it, with its key
             return path
 
     def of_model(name: Any) -> Any:  # hf: is a local folder here, never a name on the hub
-        return HF + anchored(name.removeprefix(HF)) if str(name).startswith(HF) else name
+        return HF + changed(name.removeprefix(HF)) if str(name).startswith(HF) else name
 
-    def anchor(holder: Any, first: str, *rest: str) -> None:
+    def visit(holder: Any, first: str, *rest: str) -> None:
         if isinstance(holder, dict):
             for key in [*holder] if first == "NAME" else [first] if first in holder else []:
                 if rest:
-                    anchor(holder[key], *rest)
+                    visit(holder[key], *rest)
                 else:
                     words = ("bytes",) if key == "tokenizer" else ("stdlib", "digits")
-                    holder[key] = of_model(holder[key]) if key == "name" else anchored(holder[key], words)
+                    holder[key] = of_model(holder[key]) if key == "name" else changed(holder[key], words)
 
-    for path in PATHS:
-        anchor(table, *path.split("."))
+    visit(table, *key.split("."))
+
+
+def absent_paths(table: dict[str, Any]) -> dict[str, str]:
+    """Return the files, folders and globs of a table that match nothing on this machine -> their keys."""
+    absent: dict[str, str] = {}
+    for key in PATHS:
+        paths = list[str]()
+        _change_paths(copy.deepcopy(table), key, lambda path, paths=paths: paths.append(path) or path)
+        for path in map(user_path, paths):
+            file = path / TOKENIZER if key == "data.tokenizer" and path.is_dir() else path
+            if not file.exists() and not matching(file):
+                absent[str(file)] = key
+    return absent
+
+
+def check_paths(table: dict[str, Any]) -> None:
+    """Raise ExperimentError for absent paths, with the command that a shipped experiment's comments have for them."""
+    lines = list[str]()
+    for path, key in absent_paths(table).items():
+        fix = "fix the path"
+        for command, folder in re.findall(r"# +(hf download .*--local-dir) (\S+)", "".join(map(copied, shipped()))):
+            before, _, _ = f"{path}/".rpartition(f"/{folder}/")
+            if before and ("--repo-type dataset" in command) == key.endswith("source"):
+                fix = f"fix the path, or {command} {before}/{folder}"
+        lines.append(f"{key} must be on this machine; there is no {path}: {fix}")
+    if lines:
+        raise ExperimentError("\n".join(lines))
 
 
 def _value(text: str) -> Any:

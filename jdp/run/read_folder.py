@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jdp.base.toml import parse, toml_value
-from jdp.base.user_path import PathError, user_path
+from jdp.base.user_path import user_path
 from jdp.base.words import nearest
 from jdp.experiment.file import ExperimentError
 from jdp.guard.time_account import account
@@ -24,20 +24,12 @@ if TYPE_CHECKING:
     from jdp.report.run import Run
 
 
-def run_path(given: str) -> Path:
-    """Return RUN of a command as a path."""
-    try:
-        return user_path(given)
-    except PathError as error:
-        raise ExperimentError(f"RUN: {error}") from None
-
-
 def find_run(given: str, runs: Path, *, begun: bool = True) -> Path:
     """Return the folder of a run, given its path or its name in `runs`.
 
     With `begun=False` it may have only a supervisor's log: all processes failed before the run began.
     """
-    path = run_path(given)
+    path = user_path(given)
     named = [runs / path] if len(path.parts) == 1 else []
     folder = next((each for each in (path, *named) if (each / FILE).is_file()), None)
     if folder is None and not begun:

@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from jdp.base.errors import UserError
 from jdp.base.machine import portions
 from jdp.base.notices import notice
-from jdp.base.user_path import HF, STREAM, builder_of, check_regular, user_path
+from jdp.base.user_path import HF, STREAM, builder_of, check_regular, matching, user_path
 from jdp.data.held_out import content_score
 from jdp.data.sources import (
     HubRows,
     PathLike,
     check_columns,
     hub_rows,
-    matching,
     optional,
     read_by_datasets,
     refuse_unreadable,

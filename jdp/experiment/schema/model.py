@@ -1,6 +1,5 @@
 """The table [model]: a named size, or a Hugging Face config.json, with any of its fields changed."""
 
-import contextlib
 import dataclasses
 import functools
 import operator
@@ -176,17 +175,12 @@ def _limited(hint: Any) -> Any:
 
 
 def take_tokenizer(table: dict[str, Any]) -> None:
-    """Set `data.tokenizer`, unless given, to the tokenizer in the model's folder, and report it."""
-    model, data = table.get("model"), table.get("data", {})
-    name = model.get("name") if isinstance(model, dict) else None
-    if not isinstance(name, str) or not name.startswith(HF) or not isinstance(data, dict):
+    """Set `data.tokenizer` of a valid table, unless given, to the one in the model's folder, and report it."""
+    name, data = table["model"].get("name", ""), table.get("data", {})
+    if not name.startswith(HF) or "tokenizer" in data or data.get("make", NONE) != NONE:
         return
-    if "tokenizer" in data or data.get("make", NONE) != NONE:
-        return
-    folder, has_tokenizer = name.removeprefix(HF).rstrip("/"), False
-    with contextlib.suppress(ValueError, OSError):  # reading the model reports problems of the folder
-        has_tokenizer = (user_path(folder) / TOKENIZER).is_file()
-    if has_tokenizer:
+    folder = name.removeprefix(HF).rstrip("/")
+    if (user_path(folder) / TOKENIZER).is_file():
         table["data"] = {**data, "tokenizer": folder}
         notice_anywhere(f"data.tokenizer = {folder!r}, the model's own: its folder has a {TOKENIZER}")
     else:

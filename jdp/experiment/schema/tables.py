@@ -237,10 +237,6 @@ class Sample(Section):
     length: Positive = 200
     """Most tokens to add; fewer if the model's context has no room for them."""
 
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        return words_of(self.prompt)
-
 
 class Guard(Section):
     """[guard]: checks during a run. A resumed run may change them."""

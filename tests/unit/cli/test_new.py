@@ -9,6 +9,7 @@ from tiny_runs import refused
 
 from jdp.cli import launch
 from jdp.cli import main as cli
+from jdp.experiment.data import open_data
 from jdp.experiment.file import ExperimentError, copied, load, shipped, to_toml
 
 NEED_A_FOLDER = {"finetune_hf_llama", "continue_pretraining", "sft_chat"}
@@ -34,6 +35,22 @@ def test_a_shipped_experiment_is_the_same_by_name_file_and_copy(here, start, mon
     assert to_toml(load("mine.toml")) == to_toml(load(start, {"name": "mine"}))
     monkeypatch.chdir(EXPERIMENTS.parent)
     assert to_toml(load(start)) == to_toml(load(EXPERIMENTS / f"{start}.toml")).replace("/experiments/..", "")
+
+
+def test_absent_data_are_named_with_their_download(here, capsys):
+    assert cli.main(["new", "mine", "--from", "gpt2_124m"]) == 0
+    assert "; its comments tell how to get openwebtext/**/*.parquet, gpt2, which it " in capsys.readouterr().out
+    (here / "gpt2").mkdir()  # without its file, as a download that was interrupted
+    with pytest.raises(ExperimentError) as caught:
+        open_data(load("mine.toml", {"eval.other.source": "llama/*.txt"}))
+    rule, fix = "must be on this machine; there is no", "fix the path, or hf download"
+    assert str(caught.value).split("\n") == [
+        f"data.source {rule} {here}/openwebtext/**/*.parquet: {fix} Skylion007/openwebtext --repo-type dataset "
+        f"--local-dir {here}/openwebtext",
+        f"data.tokenizer {rule} {here}/gpt2/tokenizer.json: {fix} openai-community/gpt2 tokenizer.json "
+        f"--local-dir {here}/gpt2",
+        f"eval.NAME.source {rule} {here}/llama/*.txt: fix the path",
+    ]
 
 
 @pytest.mark.aot

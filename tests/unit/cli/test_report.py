@@ -129,7 +129,7 @@ MISTAKES = {
     "misspelt": (["pints"], "did you mean runs/points?"),
     "a folder that is no run": (["runs"], "given runs: it has no experiment.toml; runs has points"),
     "twice": (["points", "runs/points"], "given one twice, runs/points and runs/points"),
-    "an address": (["memory://bucket/run"], "RUN: a path must be on a disk of this machine"),
+    "an address": (["memory://bucket/run"], "a path must be on a disk of this machine"),
     "a page nowhere": (["points", "-o", "no/p.html"], "no/p.html cannot be written: there is no folder no"),
 }
 

@@ -6,6 +6,7 @@ import pytest
 from pydantic import BaseModel
 from tiny_experiment import SMALL
 
+from jdp.base.errors import UserError
 from jdp.core.sharding.strategy import STRATEGIES
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, describe, from_table, load, to_toml
@@ -307,7 +308,7 @@ def test_a_mesh_must_fit_the_devices():
     assert check_for_devices(experiment(mesh={"model": 8}, train={"batch_size": 3}), 8)["data"] == 1
     with pytest.raises(ExperimentError, match=r"\[mesh\]: The mesh must multiply to .*of devices: data=4 × model=2"):
         check_for_devices(experiment(mesh={"data": 4, "model": 2}), 6)
-    with pytest.raises(ExperimentError, match="given 3: the nearest that fit: 8"):
+    with pytest.raises(UserError, match="given 3: the nearest that fit: 8"):
         check_for_devices(experiment(train={"batch_size": 3, "accumulate": 2}), 4)
 
 
