@@ -14,7 +14,7 @@ import tyro
 from jdp.base.machine import visible_gpus
 from jdp.base.user_path import user_path
 from jdp.cli import train
-from jdp.cli.options import UsageError, parse, parse_with_overrides
+from jdp.cli.options import HELP, UsageError, parse, parse_with_overrides
 from jdp.experiment.file import check_for_devices, load, shipped_file
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Options:
 def run(arguments: list[str]) -> int:
     dashes = arguments.index("--") if "--" in arguments else len(arguments)
     own, command = arguments[:dashes], arguments[dashes + 1 :]
-    if not command and not {"-h", "--help"} & set(own):
+    if not command and HELP.isdisjoint(own):
         given = "nothing after --" if "--" in arguments else "no --"
         raise UsageError(f"an experiment or a program comes after --; given {given}: write jdp launch -n 2 -- FILE …")
     return _launch(parse(Options, "launch", own), command)

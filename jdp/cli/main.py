@@ -39,7 +39,7 @@ from jdp.base.errors import UserError
 from jdp.base.formatting import escaped
 from jdp.base.toml import cut
 from jdp.base.words import nearest
-from jdp.cli.options import ALL_KEYS, UsageError, wrapped
+from jdp.cli.options import HELP, UsageError, wrapped
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # escape characters that the encoding lacks, such as é in ASCII
             stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
-    trains = given[:1] in (["train"], ["launch"]) and given[1:2] not in (["-h"], ["--help"], [ALL_KEYS])
+    trains = given[:1] in (["train"], ["launch"]) and HELP.isdisjoint(given[1:2])
     with lasting("stderr"), lasting("stdout") if trains else contextlib.nullcontext():
         return _in_words(given)
 
@@ -88,7 +88,7 @@ def _in_words(arguments: list[str]) -> int:
         code = _run(arguments)
         sys.stdout.flush()  # now, while an error can still be reported
         return _leave(code)
-    except SystemExit as exiting:  # tyro after --help or an error; a run that chose its exit code
+    except SystemExit as exiting:  # after --help; a run that chose its exit code
         if isinstance(exiting.code, str):
             print(exiting.code, file=sys.stderr)
         return _leave(1 if isinstance(exiting.code, str) else exiting.code or 0)
@@ -134,7 +134,7 @@ def _drop_stdout() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in HELP:
         lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
         lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]
         more = "jdp COMMAND --help shows more; jdp --version shows versions, also of JAX and CUDA's libraries."

@@ -7,6 +7,7 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import io
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from jdp.base.user_path import user_path
 from jdp.base.words import nearest
 
 ALL_KEYS = "--help-all"
+HELP = {"-h", "--help", ALL_KEYS}
 USUAL_KEYS = (
     *("name", "strategy", "precision", "devices", "mesh.AXIS"),
     *("model.name", "data.source", "data.tokenizer", "data.length"),
@@ -38,9 +40,9 @@ class UsageError(UserError):
 
 
 def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
-    """Parse a command's options; `~` in paths is resolved. tyro reports a mistake and exits with 2."""
-    if asked := {"-h", "--help", ALL_KEYS}.intersection(arguments):
-        print(command_help(name, options, every_key=ALL_KEYS in asked))
+    """Parse a command's options; `~` in paths is resolved. Raises UsageError with tyro's words for a mistake."""
+    if HELP.intersection(arguments):
+        print(command_help(name, options, every_key=ALL_KEYS in arguments))
         raise SystemExit(0)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     for field in dataclasses.fields(options):
@@ -49,14 +51,16 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
             raise UsageError(f"{flag} is given twice: keep one")
     import tyro  # late, because it takes a tenth of a second
 
-    parsed = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
-    values = vars(parsed).copy()
-    for field, value in values.items():
-        try:
-            values[field] = user_path(value) if isinstance(value, Path) else value
-        except ValueError as error:
-            raise UsageError(f"{flag_of(field)}: {error}") from None
-    return options(**values)
+    told = io.StringIO()  # in a box: a title, the problem, a rule or an empty row, more
+    try:
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+            parsed = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit:
+        rows = "\n".join(row.strip("│ ") for row in told.getvalue().splitlines()[1:]).lstrip("-\n")
+        problem = " ".join(re.split(r"\n\W*\n", rows)[0].split()).removesuffix(" (required)")
+        raise UsageError(f"{problem.rstrip('.')}; see jdp {name} --help") from None
+    paths = {field: user_path(value) for field, value in vars(parsed).items() if isinstance(value, Path)}
+    return dataclasses.replace(parsed, **paths)
 
 
 def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:
@@ -89,8 +93,11 @@ def split_overrides(arguments: Sequence[str], flags: Sequence[str]) -> tuple[lis
             raise UsageError(f"there is no option {flag}{hint}")
         value = value if equals else next(words, None)
         if value is None or (not equals and value.startswith("--")):
-            what = f"{flag} needs a value" if "." in key else f"{flag} is no option here, or needs a value as a key"
-            raise UsageError(f"{what}: {flag} VALUE, or {flag}=VALUE")
+            from jdp.experiment.schema.experiment import Experiment
+
+            if "." not in key and key not in Experiment.model_fields:
+                raise UsageError(f"there is no option {flag} here; see --help")
+            raise UsageError(f"{flag} needs a value: {flag} VALUE, or {flag}=VALUE")
         if key in overrides:
             raise UsageError(f"{flag} is given twice: {overrides[key]} and {value}; remove one")
         overrides[key] = value

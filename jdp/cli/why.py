@@ -41,8 +41,8 @@ def run(arguments: list[str]) -> int:
     found = diagnose(folder)
     if options.json:
         values = {"run": str(folder), "state": found.state, "began": found.began, "words": found.words}
-        values["slow"] = found.slow
-        print(as_json.dumps(values | {"steps": found.pace, "goodput": found.goodput.as_summary()}))
+        more = {"slow": found.slow, "steps": found.pace, "goodput": found.goodput.as_summary()}
+        print(as_json.dumps({**values, **more}))
     else:
         broken = found.state in ("failed", "killed", "deadline", "hung")  # this comes first, however slow it was
         first = f"{folder}: {found.state}{'' if broken or found.slow is None else f'; {found.slow}'}"

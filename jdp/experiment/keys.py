@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -23,6 +24,8 @@ from jdp.base.words import nearest
 from jdp.core.sharding.strategy import strategy_hint
 
 Path = tuple[int | str, ...]
+_CALLED = {"learning_rate": "lr", "gradient_accumulation_steps": "accumulate", "max_steps": "steps", "fsdp": "strategy"}
+"""Other libraries' names of keys."""
 _FREE_KEYS = {"mesh": "AXIS", "rules": "PATTERN"}
 """A table with free keys is shown as one key: mesh.AXIS, rules.PATTERN."""
 
@@ -233,20 +236,18 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
 
 
 def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
-    """Return the line of an unknown key, with the nearest key of its table or the same key in another table."""
-    table, last = path[:-1], str(path[-1])
-    schema = schemas.at(table)
-    keys = list(schema.model_fields) if schema else []
-    prefix = f"{dashes}{_dotted(table)}." if table else dashes
-    elsewhere = [
-        f"{dashes}{name}.{last}"
-        for name in schemas.root.model_fields
-        if (other := schemas.at((name,))) and last in other.model_fields
-    ]
-    hint = nearest(last, keys, f"; did you mean {prefix}")
-    if not hint:
-        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else f"; its keys are {', '.join(keys)}"
-    return f"{dashes}{_dotted(path)} is not a key of {f'[{_dotted(table)}]' if table else 'the top level'}{hint}"
+    """Return the line of an unknown key, with the nearest key, of its table before those of other tables."""
+    table, places = path[:-1], dict[str, str]()
+    for name in reversed(schemas.root.model_fields):
+        if other := schemas.at((name,)):
+            places |= {key: f"{name}.{key}" for key in other.model_fields}
+    keys = list(schema.model_fields) if (schema := schemas.at(table)) else []
+    places |= {key: _dotted((*table, key)) for key in keys}
+    places |= {theirs: places[key] for theirs, key in _CALLED.items() if key in places}
+    near = get_close_matches(str(path[-1]).replace("-", "_")[:LONGEST], places, n=1, cutoff=0.75)
+    listed = "--help lists options and keys" if dashes and not table else f"its keys are {', '.join(keys)}"
+    hint = f"did you mean {dashes}{places[near[0]]}?" if near else listed
+    return f"{dashes}{_dotted(path)} is not a key of {f'[{_dotted(table)}]' if table else 'the top level'}; {hint}"
 
 
 def _fix(kind: str, key: str, value: Any) -> str:
