@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from jdp.foresight.foresee import Estimate, PlanReport
+from jdp.foresight.foresee import Estimate, PlanReport, _replicas
 from jdp.foresight.memory import Headroom, Memory
+from jdp.foresight.targets.resolve import target
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.traffic.theory import Promise, Theory
 from jdp.foresight.verify import Report
@@ -49,6 +50,24 @@ def test_the_saving_of_narrow_gradients(reduced, gathered):
     _, why = words(replace(plain, report=sent))
     sentence = '7 GiB of the 8 GiB sent; with reduce = "bf16" a device sends 4.5 GiB.'
     assert (sentence in why) == ((reduced, gathered) == (4, 2))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("on", "mesh", "compute", "said"),
+    [
+        ("h100:8x8", {"data": 64}, 0.07, True),
+        ("h100:8x8", {"data": 64}, 0.09, False),
+        ("h100:8x8", {"replica": 8, "data": 8}, 0.07, False),
+        ("h100:1x8", {"data": 8}, 0.07, False),
+    ],
+)
+def test_long_waits_suggest_a_replica_on_each_host(on, mesh, compute, said):
+    plain = estimate("zero1", gib=60)
+    line = replace(plain.timeline, compute_seconds=compute)
+    notes = list(_replicas([replace(plain, report=replace(plain.report, mesh=mesh, timeline=line))], target(on)))
+    assert len(notes) == said
+    assert not said or "replica=8 and data=8" in notes[0]
 
 
 def test_the_fastest_that_fits():
