@@ -29,21 +29,14 @@ def look_up(table: jax.Array, numbers: jax.Array) -> jax.Array:
 
     Gradients are summed in float32: in bfloat16 a scatter-add adds one term at a time, and stops at 256.
     """
-    gathers = gather_table()
-    if gathers is not None and id(table) in gathers.table and not isinstance(numbers, BatchTracer):
-        _, weight, placement = gathers.table[id(table)]
-        if _is_exchanged(gathers.boundary, weight, placement, numbers):
-            return _exchanged(gathers.boundary, weight, placement, numbers)
+    gathers, is_batched = gather_table(), isinstance(numbers, BatchTracer)
+    if gathers is not None and id(table) in gathers.table and not is_batched and not traced_model_axes():
+        boundary, (_, weight, placement) = gathers.boundary, gathers.table[id(table)]
+        sends = boundary.in_loops and boundary.gather is not None and placement.dim is not None
+        few = numbers.size < table.shape[0]
+        if sends and few and weight.seed is None and table.shape[1] % jax.lax.axis_size(DATA) == 0:
+            return _exchanged(boundary, weight, placement, numbers)
     return table.astype(jnp.float32)[numbers]  # XLA fuses the cast into the lookup, without a copy
-
-
-def _is_exchanged(boundary: Boundary, weight: Weight, placement: Placement, numbers: jax.Array) -> bool:
-    """Return whether rows are exchanged: a step gathers and sums in its layer loops, and few rows are looked up."""
-    sends = boundary.in_loops and boundary.gather is not None and (weight.slot is None or boundary.reduce is not None)
-    if not sends or placement.dim is None or weight.seed is not None or traced_model_axes():
-        return False
-    rows, width = placement.shape
-    return numbers.size < rows and width % jax.lax.axis_size(DATA) == 0
 
 
 def _exchanged(boundary: Boundary, weight: Weight, placement: Placement, numbers: jax.Array) -> jax.Array:
