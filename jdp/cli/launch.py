@@ -13,9 +13,10 @@ import tyro
 
 from jdp.base.machine import visible_gpus
 from jdp.base.user_path import user_path
+from jdp.base.words import nearest
 from jdp.cli import train
 from jdp.cli.options import HELP, UsageError, parse, parse_with_overrides
-from jdp.experiment.file import check_for_devices, load, shipped_file
+from jdp.experiment.file import check_for_devices, load, shipped, shipped_file
 
 if TYPE_CHECKING:
     from jdp.launch.processes import Nodes
@@ -167,7 +168,8 @@ def _program(command: list[str]) -> list[str] | None:
         return command
     if shipped_file(Path(word)) is None:
         kinds = "an experiment FILE.toml or the name of one that jdp ships, a PROGRAM.py, -m MODULE, or a command"
-        raise UsageError(f"after -- comes {kinds} on the PATH; there is no file and no command {word!r}: fix its name")
+        fix = nearest(word, shipped(), cutoff=0.6) or ": fix its name"
+        raise UsageError(f"after -- comes {kinds} on the PATH; there is no file and no command {word!r}{fix}")
     return None
 
 

@@ -145,7 +145,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     name = arguments[0]
     if name not in COMMANDS:
-        hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+        hint = nearest(name, [*COMMANDS, "--help", "--version"], cutoff=0.6) or f"; it has {', '.join(COMMANDS)}"
         raise UsageError(f"jdp has no command {name!r}{hint}")
     return importlib.import_module(f"jdp.cli.{name}").run(arguments[1:])
 

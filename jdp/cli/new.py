@@ -58,8 +58,7 @@ def run(arguments: list[str]) -> int:
     table = tomllib.loads(text)
     sizes = table.get("mesh", {}).values()
     count = math.prod(sizes) if sizes and min(sizes) > 0 else _GPUS
-    on_gpus = f" --target h100:{math.ceil(count / _GPUS)}x{min(count, _GPUS)}"  # GPUs for the mesh
-    target = "" if "devices" in table else on_gpus
+    target = "" if "devices" in table else f" --target h100:{math.ceil(count / _GPUS)}x{min(count, _GPUS)}"
     absent = ", ".join(absent_paths(table))
     needs = f"; its comments tell how to get {absent}, which it needs" if absent else ""
     print(f"wrote {file}{needs}. Next:\n  jdp plan {file}{target}\n  jdp train {file}")

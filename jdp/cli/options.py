@@ -58,6 +58,7 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
     except SystemExit:
         rows = "\n".join(row.strip("│ ") for row in told.getvalue().splitlines()[1:]).lstrip("-\n")
         problem = " ".join(re.split(r"\n\W*\n", rows)[0].split()).removesuffix(" (required)")
+        problem = re.sub(r"(?<=options: )[\w.]+=.*", r"\g<0>: write --KEY=VALUE", problem)
         raise UsageError(f"{problem.rstrip('.')}; see jdp {name} --help") from None
     paths = {field: user_path(value) for field, value in vars(parsed).items() if isinstance(value, Path)}
     return dataclasses.replace(parsed, **paths)
@@ -132,10 +133,9 @@ def words(text: str, flag: str) -> list[str]:
 def check_writable(path: Path | None) -> None:
     if path is None:
         return
-    folder = path.parent
-    if not folder.is_dir():
-        raise UsageError(f"{path} cannot be written: there is no folder {folder}; make it, or choose another file")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    if not path.parent.is_dir():
+        raise UsageError(f"{path} cannot be written: there is no folder {path.parent}; make it, or choose another file")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         why = "it is a folder" if path.is_dir() else "permission denied"
         raise UsageError(f"{path} cannot be written: {why}; choose another file")
 

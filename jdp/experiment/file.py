@@ -289,7 +289,7 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
     if error is None:
         take_tokenizer(table)
         return Experiment.model_validate(table, context=plugin)
-    schemas = Schemas(Experiment, model_table(table.get("model")))
+    schemas = Schemas(Experiment, model_table(table.get("model")) or Model)
     count, lines = problems(error, schemas, frozenset(texts))
     if count == 1:
         raise ExperimentError(f"{where}: {lines[0]}")

@@ -252,6 +252,8 @@ def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
 
 def _fix(kind: str, key: str, value: Any) -> str:
     """Return the text of a fix if the given value suggests one; else ""."""
+    if kind in ("model_type", "dict_type"):
+        return ": set its keys one by one"
     if isinstance(value, str):
         plain = value.lower() if kind == "bool_type" else value
         unquoted = len(value) <= LONGEST and re.fullmatch(_PLAIN.get(kind, r"(?!)"), plain)
@@ -262,8 +264,6 @@ def _fix(kind: str, key: str, value: Any) -> str:
         return f': write {key} = "{brief(value)}", in quotes'
     if kind == "tuple_type":
         return f": write {key} = [{brief(value)}]"
-    if kind == "model_type":
-        return f": write [{key}], and its keys below it"
     return ""
 
 

@@ -98,7 +98,7 @@ def _files(entry: PathLike) -> list[Path]:
         )
     if others := [file for file in files if not file.name.endswith(TEXT_SUFFIXES)]:
         fix = read_by_datasets(path, others[0])
-        raise UserError(f"files of text end with {', '.join(TEXT_SUFFIXES)}; given {others[0]} in {path}: {fix}")
+        raise UserError(f"files of text end with {', '.join(TEXT_SUFFIXES)}; given {others[0]}: {fix}")
     return files
 
 

@@ -101,6 +101,7 @@ def test_version_shows_what_an_error_report_needs(tmp_path, monkeypatch, capsys)
 TWO_NODES = ("--nodes", "2", "--node-rank", "0", "--coordinator", "h:1")
 MISTAKES = {
     "unknown command": (["trian", "x.toml"], "jdp has no command 'trian'; did you mean train?"),
+    "no command at all": (["version"], "jdp has no command 'version'; did you mean --version?"),
     "no file": (
         ["train"],
         "Missing from jdp train: FILE Experiment: a TOML file, or the name of a shipped",
@@ -113,6 +114,9 @@ MISTAKES = {
         ["plan", "FILE", "--compare", "zero3"],
         "--compare is not a key of the top level; --help ",
     ),
+    "a key without dashes": (["train", "FILE", "train.steps=3"], "options: train.steps=3: write --KEY=VALUE; see jdp"),
+    "a table": (["train", "FILE", "--mesh=4"], "--mesh must be a table; given 4: set its keys one by one"),
+    "launch of a misspelt name": (["launch", "-n", "2", "--", "quickstrat"], "'quickstrat'; did you mean quickstart?"),
     "another library's key": (["train", "FILE", "--learning-rate=1"], "; did you mean --optimizer.lr?"),
     "a key of another table": (["train", "FILE", "--tokenizer=gpt2"], "; did you mean --data.tokenizer?"),
     "misspelt option": (["train", "FILE", "--run-dri", "x"], "there is no option --run-dri; did you mean --run-dir?"),

@@ -69,6 +69,7 @@ WRONG_FILES = [
     (SMALL.replace('"small"', '".."'), "because it names the run's folder; given"),
     (SMALL.replace("steps = 50\n", ""), "train.steps is missing: add steps = … to [train]"),
     (SMALL.split("[train]")[0], "add the table [train] with steps = … and batch_size = …"),
+    (SMALL.replace('[model]\nname = "gpt-nano"\n', ""), "model is missing: add the table [model] with name = …"),
     (SMALL.replace('name = "gpt-nano"', "widht = 3"), "model.name is missing: add name = …"),
     ("train = 3\n" + SMALL.split("[train]")[0], "train must be a table; given 3"),
     (SMALL + "[mesh]\ndata = 0", "mesh: Mesh axes are positive sizes, and one may be -1 (the rest); given data=0"),
