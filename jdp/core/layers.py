@@ -219,8 +219,8 @@ class _Body:
 
     def loop(self, layer: Callable[..., Any], carry: Any, after: jax.Array | None) -> tuple[Any, Any, jax.Array | None]:
         """Run the layers by a `LayerLoop`, which gathers them and `after` ahead, with the results of a scan."""
-        boundary = self.boundary
-        assert boundary is not None
+        gathers = self.gathers
+        assert gathers is not None
         weights = [leaf for leaf, placement in zip(self.operands, self.placements, strict=True) if placement]
         others = [leaf for leaf, placement in zip(self.operands, self.placements, strict=True) if not placement]
 
@@ -229,11 +229,10 @@ class _Body:
             return layer(carry, [next(first if placement else second) for placement in self.placements], self.run)
 
         placements = [placement for placement in self.placements if placement]
-        last = [] if after is None else [_operand("after", after, self.gathers, 0, True)]
-        last = [(weight, placement) for weight, placement in last if placement is not None]
-        loop = LayerLoop(
-            boundary, placements, [place for _, place in last], remat_policy(self.remat), self.unrolls, self.layers
-        )
+        last = [gathers.table[id(after)][1:]] if id(after) in gathers.table else []
+        last = [(weight, placement) for weight, placement in last if gathers.boundary.reduces(placement)]
+        places = [placement for _, placement in last]
+        loop = LayerLoop(gathers.boundary, placements, places, remat_policy(self.remat), self.unrolls, self.layers)
         carry, outputs, gathered = loop(call, (weights, [weight for weight, _ in last]), others, carry)
         return carry, outputs, gathered[0] if gathered else after
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jdp.core.lookup import look_up
 from jdp.models.configs import GPTConfig, require
-from jdp.models.losses import linear_next_token_loss
+from jdp.models.losses import TO_LOGITS, linear_next_token_loss
 from jdp.models.modules import Linear, plus_to_each, product
 from jdp.models.transformer import LayerSpec, Segments, make_layers, run_layers
 
@@ -62,7 +62,7 @@ class GPT(nnx.Module):
             ValueError: tokens or segments of another rank or dtype, or longer than the context; "cudnn" attention
                 that cuDNN does not support.
         """
-        return self.logits(self.features(tokens, rng=rng, segments=segments))
+        return product(TO_LOGITS[self.head is None], *self._features(tokens, rng, segments, self.head))
 
     def features(
         self, tokens: jax.Array, *, rng: jax.Array | None = None, segments: jax.Array | None = None
@@ -75,12 +75,12 @@ class GPT(nnx.Module):
         Raises:
             ValueError: as for a call of the model.
         """
-        return self._features(tokens, rng, segments)[0]
+        return self._features(tokens, rng, segments, None)[0]
 
     def _features(
-        self, tokens: jax.Array, rng: jax.Array | None, segments: jax.Array | None
+        self, tokens: jax.Array, rng: jax.Array | None, segments: jax.Array | None, head: Linear | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the features, and the matrix that maps them to logits."""
+        """Return the features, and the matrix that maps them to logits; `head` is given if nothing else uses it."""
         given, most = f"{tokens.dtype}{list(tokens.shape)}", self.config.context
         fits = tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)
         require(fits, "tokens are integers [batch, length]", given, "Pass token numbers, with a batch dim")
@@ -93,9 +93,9 @@ class GPT(nnx.Module):
             require(fits, rule, f"{given}{list(segments.shape)}", "Number each row's documents")
             packed = Segments.of(segments)
         x = self.embed(tokens, None if packed is None else packed.position)
-        own = None if self.head is None else self.head.kernel[...]
-        x, own = run_layers(self.layers, x, self.config, rng, packed, own)
-        return self.final_norm(x), self.embed.tokens[...] if own is None else own
+        kernel = None if head is None else head.kernel[...]
+        x, kernel = run_layers(self.layers, x, self.config, rng, packed, kernel)
+        return self.final_norm(x), self.embed.tokens[...] if kernel is None else kernel
 
     def loss(
         self,
@@ -119,7 +119,7 @@ class GPT(nnx.Module):
         Raises:
             ValueError: as for a call of the model.
         """
-        features, head = self._features(tokens, rng, segments)
+        features, head = self._features(tokens, rng, segments, self.head)
         return linear_next_token_loss(features, head, targets, weights, tied=self.head is None)
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -128,9 +128,8 @@ class GPT(nnx.Module):
         Args:
             x: [..., width] features, as `features` returns them.
         """
-        if self.head is None:
-            return product("...d,vd->...v", x, self.embed.tokens[...])
-        return product("...d,dv->...v", x, self.head.kernel[...])
+        head = self.embed.tokens if self.head is None else self.head.kernel
+        return product(TO_LOGITS[self.head is None], x, head[...])
 
 
 class Embedding(nnx.Module):

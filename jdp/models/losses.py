@@ -13,6 +13,8 @@ from jdp.models.modules import product
 
 CHUNK_BYTES = 2**29
 """Bytes of float32 logits on a device: products of this size are as fast as whole products, and the memory is small."""
+TO_LOGITS = {True: "...d,vd->...v", False: "...d,dv->...v"}
+"""Whether the head is tied -> the product of features and head."""
 
 
 def next_token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -84,7 +86,7 @@ def linear_next_token_loss(
     batch, length, _ = features.shape
     count, of_chunk = chunks(batch, length, head.shape[0 if tied else 1], chunk_bytes)
     if count == 1 and traced_device().platform == "cpu":
-        return next_token_loss(product(_FORWARD[tied], features, head), targets, weights)
+        return next_token_loss(product(TO_LOGITS[tied], features, head), targets, weights)
     weights, shards = weights.astype(jnp.float32), math.gcd(traced_shards(), batch)
     x, *rest = (in_chunks(x, count, of_chunk, shards) for x in (features, targets, weights))
     return _chunked(tied, x, head, *rest), jnp.sum(weights)
@@ -132,7 +134,6 @@ def classification_loss(
 
 
 _TILE = 128  # columns of a tile of the matrix units
-_FORWARD = {True: "...d,vd->...v", False: "...d,dv->...v"}
 _TO_FEATURES = {True: "...v,vd->...d", False: "...v,dv->...d"}
 _TO_HEAD = {True: "stv,std->svd", False: "stv,std->sdv"}
 
@@ -148,7 +149,7 @@ def _chunked_forward(
 
     def add(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
         (total, of_head), (x, its_targets, its_weights) = carry, chunk
-        nats, slopes = _of_chunk(_within(_summed_in_float32(_FORWARD[tied], x, table), vocabulary), its_targets)
+        nats, slopes = _of_chunk(_within(_summed_in_float32(TO_LOGITS[tied], x, table), vocabulary), its_targets)
         slopes = (slopes * its_weights[..., None]).astype(x.dtype)
         of_features = _summed_in_float32(_TO_FEATURES[tied], slopes, table).astype(x.dtype)
         by_shard = [y.reshape(y.shape[0], -1, y.shape[-1]) for y in (slopes, x)]  # contracting one dim is faster
@@ -175,7 +176,7 @@ def _chunked(tied: bool, features: jax.Array, head: jax.Array, targets: jax.Arra
 
     def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x, its_targets, its_weights = chunk
-        nats, _ = _of_chunk(_within(_summed_in_float32(_FORWARD[tied], x, table), vocabulary), its_targets)
+        nats, _ = _of_chunk(_within(_summed_in_float32(TO_LOGITS[tied], x, table), vocabulary), its_targets)
         return total + jnp.sum(nats * its_weights), None
 
     return jax.lax.scan(add, jnp.float32(0), (features, targets, weights))[0]

@@ -19,7 +19,7 @@ import jdp
 from jdp.core.reading import every_run
 from jdp.experiment.losses import text_loss
 from jdp.foresight.targets.resolve import target
-from jdp.models import GPTConfig, build
+from jdp.models import GPT, GPTConfig, build
 
 LAYERS, WIDTH, HEAD = 4, 128, 16
 MATRIX = WIDTH * WIDTH
@@ -153,16 +153,25 @@ def test_an_untied_embedding_exchanges_its_rows(length):
     assert traced.exchanged == {"all-gather": 2 * 4 * 2 * 4 * 4, "all-to-all": 2 * (2 * 2 * rows + (2 + 4) * shard)}
 
 
-def test_a_heads_gradient_is_reduced_beside_the_last_layer():
+def logits_of(model, tokens):
+    return model.logits(model.features(tokens))
+
+
+@pytest.mark.parametrize("logits", [GPT.__call__, logits_of])
+def test_a_heads_gradient_is_reduced_beside_the_last_layer(logits):
     """The gather and the reduction of all other weights at the top are first and last in a trace."""
+
+    def loss(model, batch, rng):
+        return jdp.Loss(jnp.sum(logits(model, batch["tokens"]) ** 2), jnp.float32(1))
+
     config = GPTConfig(vocab_size=16, context=16, layers=3, width=32, heads=2, tied=False)
     plan, init = plan_of("zero1", min_shard_size=64), lambda rng: build(config, rngs=nnx.Rngs(rng))
-    step, state = abstract_step(text_loss, init, optax.sgd(0.1), plan, partitioning="manual")
-    leaf = jax.ShapeDtypeStruct((16, 16), "int32")
-    jaxpr = step.jitted.trace(state, {"tokens": leaf, "targets": leaf, "weights": leaf}).jaxpr.jaxpr
+    step, state = abstract_step(loss, init, optax.sgd(0.1), plan, partitioning="manual")
+    jaxpr = step.jitted.trace(state, {"tokens": jax.ShapeDtypeStruct((16, 16), "int32")}).jaxpr.jaxpr
     sends = {"all_gather": [], "reduce_scatter": []}
     for eqn, _, scope in every_run(jaxpr):
         if eqn.primitive.name in sends:
             sends[eqn.primitive.name].append("head/kernel" in scope)
-    assert sends["all_gather"][-1] and sends["reduce_scatter"][0]
-    assert sum(sends["reduce_scatter"]) == 1
+    is_beside = logits is GPT.__call__  # `features` alone does not use the head
+    assert (sends["all_gather"][-1], sends["reduce_scatter"][0]) == (is_beside, is_beside)
+    assert sum(sends["reduce_scatter"]) == 1 and len(sends["reduce_scatter"]) > 3 * 7
