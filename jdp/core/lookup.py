@@ -27,14 +27,15 @@ from jdp.core.sharding.placement import Placement
 def look_up(table: jax.Array, numbers: jax.Array) -> jax.Array:
     """Return float32 rows [..., D] of a table [rows, D] that nothing else uses; `numbers` are integers [...].
 
+    Rows are exchanged if a step gathers and sums in its layer loops, and a device looks up fewer rows than the table's.
     Gradients are summed in float32: in bfloat16 a scatter-add adds one term at a time, and stops at 256.
     """
-    gathers, is_batched = gather_table(), isinstance(numbers, BatchTracer)
-    if gathers is not None and id(table) in gathers.table and not is_batched and not traced_model_axes():
+    gathers = gather_table()
+    if gathers is not None and id(table) in gathers.table and not isinstance(numbers, BatchTracer):
         boundary, (_, weight, placement) = gathers.boundary, gathers.table[id(table)]
-        sends = boundary.in_loops and boundary.gather is not None and placement.dim is not None
-        few = numbers.size < table.shape[0]
-        if sends and few and weight.seed is None and table.shape[1] % jax.lax.axis_size(DATA) == 0:
+        sends = boundary.in_loops and boundary.gather is not None and placement.dim is not None and weight.seed is None
+        fits = sends and not traced_model_axes() and table.shape[1] % jax.lax.axis_size(DATA) == 0
+        if fits and numbers.size < len(table):
             return _exchanged(boundary, weight, placement, numbers)
     return table.astype(jnp.float32)[numbers]  # XLA fuses the cast into the lookup, without a copy
 
@@ -42,24 +43,27 @@ def look_up(table: jax.Array, numbers: jax.Array) -> jax.Array:
 def _exchanged(boundary: Boundary, weight: Weight, placement: Placement, numbers: jax.Array) -> jax.Array:
     dtype, by_rows = boundary.precision.compute_dtype, placement.dim == 0
     count, (rows, width) = jax.lax.axis_size(DATA), placement.shape
-    exchange = lambda x, split, concat: jax.lax.all_to_all(x, DATA, split, concat, tiled=True)  # noqa: E731
 
     def forward(weight: Weight, numbers: jax.Array) -> tuple[jax.Array, Any]:
         with lookup_scope(placement.path):
             columns = weight.value.astype(dtype)
-            columns = exchange(columns, 1, 0) if by_rows else columns
+            columns = _all_to_all(columns, 1, 0) if by_rows else columns
             every = jax.lax.all_gather(numbers.reshape(-1), DATA)
-            found = exchange(columns[every], 0, 2)
+            found = _all_to_all(columns[every], 0, 2)
         return found.reshape(*numbers.shape, width).astype(jnp.float32), (every, weight.slot)
 
     def backward(residuals: Any, gradient: jax.Array) -> tuple[Weight, None]:
         every, slot = residuals
         with lookup_scope(placement.path):
-            gradient = exchange(gradient.astype(dtype).reshape(1, -1, width), 2, 0).astype(jnp.float32)
+            gradient = _all_to_all(gradient.astype(dtype).reshape(1, -1, width), 2, 0).astype(jnp.float32)
             columns = jnp.zeros((rows, width // count), jnp.float32).at[every].add(gradient)
-            total = exchange(columns, 0, 1) if by_rows else columns
+            total = _all_to_all(columns, 0, 1) if by_rows else columns
         return Weight(None, boundary.finished(total.astype(slot.dtype), placement)), None
 
     rows_of = jax.custom_vjp(lambda *given: forward(*given)[0])
     rows_of.defvjp(forward, backward)
     return rows_of(weight, numbers)
+
+
+def _all_to_all(x: jax.Array, split: int, concat: int) -> jax.Array:
+    return jax.lax.all_to_all(x, DATA, split, concat, tiled=True)
