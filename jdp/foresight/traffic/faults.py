@@ -223,6 +223,8 @@ class _Judge:
             return share * sum(each.payload_bytes for each in gathered if each.path in paths)
         # Frozen parameters have no gradients.
         counted = [each for each in parameters if each.trained or promise.kind == "all-gather"]
+        if promise.axes == (DATA,):
+            counted = [each for each in counted if each.path not in self.promised.looked_up]
         return promise.payload_bytes * self.parameters.working_elements(counted) / max(promise.parameters, 1)
 
     def _use_up(self, key: tuple[str, tuple[str, ...]], allowance: float, size: float) -> float:

@@ -127,6 +127,7 @@ class Theory:
     most_gathered_bytes: float = 0.0  # upper bound, 2·K·c·Ψ; for other strategies the row's gathers
     # kind -> payload a step of collectives that carry codes or parts of matrices, without a parameter's shape
     packed: dict[str, float] = field(default_factory=dict[str, float])
+    looked_up: frozenset[str] = frozenset()  # paths of tables whose rows are exchanged: neither gathered nor reduced
 
     @property
     def payload_bytes(self) -> dict[str, float]:
@@ -179,7 +180,9 @@ def theory(
     adapter = None if static is None else static.adapter
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, settings.accumulate, metrics)
     promises = tuple(promise for promise in promises if promise.devices > 1)
-    return Theory(sum(count for count, _ in leaves), promises, statistics, unsharded, gathered, most, dict(packed))
+    return Theory(
+        sum(count for count, _ in leaves), promises, statistics, unsharded, gathered, most, dict(packed), looked_up
+    )
 
 
 def _reductions(

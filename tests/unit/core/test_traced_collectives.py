@@ -175,3 +175,17 @@ def test_a_heads_gradient_is_reduced_beside_the_last_layer(logits):
     is_beside = logits is GPT.__call__  # `features` alone does not use the head
     assert (sends["all_gather"][-1], sends["reduce_scatter"][0]) == (is_beside, is_beside)
     assert sum(sends["reduce_scatter"]) == 1 and len(sends["reduce_scatter"]) > 3 * 7
+
+
+def test_no_table_takes_the_blame_for_another_parameter():
+    """A table whose rows are exchanged may not be reduced: not in place of a head of its shape, used twice."""
+
+    def loss(model, batch, rng):
+        tokens = batch["tokens"]
+        return jdp.Loss(jnp.sum(model(tokens) ** 2) + jnp.sum(model(tokens + 1)), jnp.float32(1))
+
+    config = GPTConfig(vocab_size=512, context=4, layers=2, width=32, heads=2, tied=False)
+    plan, init = plan_of("zero3", min_shard_size=64), lambda rng: build(config, rngs=nnx.Rngs(rng))
+    step, state = abstract_step(loss, init, optax.sgd(0.1), plan, partitioning="manual")
+    report = judged(step, state, {"tokens": jax.ShapeDtypeStruct((16, 4), "int32")})
+    assert not report.kept and "head/kernel" in report.breaches[0]
