@@ -15,9 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.interpreters.batching import BatchTracer  # as in `jdp.core.layers`
 
-from jdp.core.gradients.boundary import Boundary, Weight, gather_table
+from jdp.core.gradients.boundary import Boundary, Weight, current_trace, gather_table
 from jdp.core.reading import lookup_scope
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import traced_model_axes
@@ -27,11 +26,12 @@ from jdp.core.sharding.placement import Placement
 def look_up(table: jax.Array, numbers: jax.Array) -> jax.Array:
     """Return float32 rows [..., D] of a table [rows, D] that nothing else uses; `numbers` are integers [...].
 
-    Rows are exchanged if a step gathers and sums in its layer loops, and a device looks up fewer rows than the table's.
+    Rows are exchanged if a step gathers and sums in its layer loops, and a device looks up fewer rows than the table's:
+    once, because in a loop this would send more, and other devices may not take the same branch of a condition.
     Gradients are summed in float32: in bfloat16 a scatter-add adds one term at a time, and stops at 256.
     """
     gathers = gather_table()
-    if gathers is not None and id(table) in gathers.table and not isinstance(numbers, BatchTracer):
+    if gathers is not None and id(table) in gathers.table and gathers.trace == current_trace():
         boundary, (_, weight, placement) = gathers.boundary, gathers.table[id(table)]
         sends = boundary.in_loops and boundary.gather is not None and placement.dim is not None and weight.seed is None
         fits = sends and not traced_model_axes() and table.shape[1] % jax.lax.axis_size(DATA) == 0

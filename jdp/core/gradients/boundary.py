@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
 from jdp.core.precision import Precision
 from jdp.core.reading import parameter_scope, reduction_scope
@@ -109,6 +110,7 @@ class GatherTable:
 
     boundary: Boundary
     table: dict[int, tuple[jax.Array, Weight, Placement]]  # id of a gathered array -> (it, its shard, its placement)
+    trace: Any  # the trace of the loss itself: not of a branch, a loop or a map inside it
 
 
 _CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
@@ -120,6 +122,10 @@ def gathering(gathers: GatherTable) -> AbstractContextManager[GatherTable]:
 
 def gather_table() -> GatherTable | None:
     return _CURRENT.get()
+
+
+def current_trace() -> Any:
+    return get_opaque_trace_state(convention="nnx")
 
 
 def cast_and_gather(

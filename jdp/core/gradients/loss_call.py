@@ -22,7 +22,7 @@ from jdp.base.errors import UserError
 from jdp.base.tree_paths import path_in_model, path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
-from jdp.core.gradients.boundary import Boundary, GatherTable, Weight, gathering
+from jdp.core.gradients.boundary import Boundary, GatherTable, Weight, current_trace, gathering
 from jdp.core.precision import Precision
 from jdp.core.reading import AT_TOP, passed_on
 from jdp.core.state import AnyState
@@ -147,7 +147,8 @@ class TracedLoss:
             with jax.named_scope(AT_TOP):
                 weights = tree.unflatten(map(boundary, sources, placements))
             leaves: Any = zip(jax.tree.leaves(weights), sources, placements, strict=True)
-            context = gathering(GatherTable(boundary, {id(leaf): (leaf, *source) for leaf, *source in leaves}))
+            table = {id(leaf): (leaf, *source) for leaf, *source in leaves}
+            context = gathering(GatherTable(boundary, table, current_trace()))
         with context:
             model = weights
             if self.adapter is not None:

@@ -153,6 +153,23 @@ def test_an_untied_embedding_exchanges_its_rows(length):
     assert traced.exchanged == {"all-gather": 2 * 4 * 2 * 4 * 4, "all-to-all": 2 * (2 * 2 * rows + (2 + 4) * shard)}
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_branch_exchanges_no_rows(strategy):
+    """Devices that take the other branch would not take part."""
+
+    def loss(model, batch, rng):
+        tokens = batch["tokens"]
+        x = jax.lax.cond(jnp.all(tokens > 0), model.embed, lambda tokens: 2 * model.embed(tokens), tokens)
+        x = jdp.scan_layers(lambda layer, x: layer(x, None, None), model.layers, x)
+        return jdp.Loss(jnp.sum(x), jnp.float32(1))
+
+    config = GPTConfig(vocab_size=16, context=4, layers=3, width=32, heads=2, tied=False)
+    plan, init = plan_of(strategy, min_shard_size=64), lambda rng: build(config, rngs=nnx.Rngs(rng))
+    step, state = abstract_step(loss, init, optax.sgd(0.1), plan, partitioning="manual")
+    step.lower(state, {"tokens": jax.ShapeDtypeStruct((8, 4), "int32")})
+    assert not step.sends.looked_up
+
+
 def logits_of(model, tokens):
     return model.logits(model.features(tokens))
 
