@@ -14,17 +14,18 @@ idle cores.
 - PyTorch: `peers_torch.py`, two processes with one thread each under DistributedDataParallel, eager and compiled, and
   fully sharded (FSDP2); with "kept" a process keeps freed memory, as in jdp.
 
-Measured 2026-11-28 on two idle cores of an AMD EPYC, jax 0.10.2, PyTorch 2.13: the processor time of jdp's step, 149
-ms, divided by that of each. Rates of matrix products: jax 231 GFLOP/s a core; PyTorch 106, or 244 if MKL takes the
-processor for Intel's, as in this benchmark.
+Measured 2026-11-29 on two idle cores of an AMD EPYC, jax 0.10.2, PyTorch 2.13: the processor time of jdp's step, 305
+ms, divided by that of each. Rates of matrix products: jax 105 GFLOP/s a core; PyTorch 99, or 107 if MKL takes the
+processor for Intel's, as in this benchmark. In brackets the ratio of 2026-11-28, on a processor with 231 GFLOP/s.
 
-    by hand, zero1         1.406 ± 0.121  (108 ms); ddp on 4 devices 1.398 ± 0.089, on 2 1.615 ± 0.109
-    PyTorch DDP, compiled  1.725 ± 0.160 (88 ms); FSDP2, compiled 1.068 ± 0.127 (136 ms)
-    jdp zero3, 4 devices   0.786 ± 0.032  (190 ms)
+    by hand, zero1         1.341 ± 0.074 (224 ms; 1.41), with 8 threads 1.183 ± 0.132
+    by hand, ddp           on 4 devices 1.382 ± 0.107 (1.40), on 2 1.395 ± 0.086 (1.62)
+    PyTorch DDP, compiled  1.494 ± 0.165 (198 ms; 1.72), kept 1.627 ± 0.146; FSDP2, compiled 1.075 ± 0.108 (1.07)
+    jdp zero3, 4 devices   0.799 ± 0.039 (394 ms; 0.79)
 
-So jdp's step takes 41 % more than the hand-written step, and 1 % was promised; `../LOG.md` has the reason: with 8
-threads the hand-written step takes 1.21 of its own time. Keeping memory saves a quarter: with JDP_FRESH_MEMORY=1 a step
-took 358 ms instead of 271 (2026-11-22, load 12).
+So jdp's step takes 34 to 41 % more than the hand-written step, and 1 % was promised; `../LOG.md` has the reason: with 8
+threads the hand-written step takes 1.13 to 1.21 of its own time. Keeping memory saves a quarter: with
+JDP_FRESH_MEMORY=1 a step took 358 ms instead of 271 (2026-11-22, load 12).
 """
 
 import os
