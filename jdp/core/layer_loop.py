@@ -7,7 +7,7 @@ It gathers one layer ahead and sums gradients one layer behind, so that no layer
     backward   W = gather(n - 1)    round k:  next = gather(k - 1);  d[k + 1] = reduce(dW)
                                               dW, dx = vjp(kept[k], W)(dx);  W = next
 
-A weight that is used after the last layer, such as a head, counts as layer n: the last round forward gathers it, and
+A weight that is used after the last layer, such as a head, counts as layer n. The last round forward gathers it, and
 the first one backward reduces its gradient. With a `replica` axis round k also sums layer k + 2 over the replicas,
 which waits for no other collective of the round.
 

@@ -26,8 +26,8 @@ from jdp.core.sharding.placement import Placement
 def look_up(table: jax.Array, numbers: jax.Array) -> jax.Array:
     """Return float32 rows [..., D] of a table [rows, D] that nothing else uses; `numbers` are integers [...].
 
-    Rows are exchanged if a step gathers and sums in its layer loops, and a device looks up fewer rows than the table's:
-    once, because in a loop this would send more, and other devices may not take the same branch of a condition.
+    Rows are exchanged if a step gathers and sums in its layer loops, and a device looks up fewer rows than the table
+    has. They are not in a loop, which would send shards in each turn, nor in a branch that other devices may not take.
     Gradients are summed in float32: in bfloat16 a scatter-add adds one term at a time, and stops at 256.
     """
     gathers = gather_table()
