@@ -194,12 +194,20 @@ def _contradictions(x: Experiment) -> Iterator[str]:
     if (warmup := x.optimizer.warmup_steps) > train.steps:
         yield f"optimizer.warmup_steps = {warmup} must be at most train.steps = {train.steps}: lower it, or raise that"
     axes = [axis for axis in x.mesh if axis != REPLICA]  # replica shards the batch only
+    ruled = {DATA}
     for pattern, entries in x.rules.items():
         named = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis}
+        ruled |= named
         for axis in sorted(named.difference(axes)):
             yield (
                 f'rules."{pattern}" must name axes of [mesh] other than replica: {", ".join(axes)}; given {axis!r}: '
                 "name one of these, or add it to [mesh]"
+            )
+    for axis in axes:
+        if axis not in ruled and x.mesh[axis] != 1 and x.model.make is None:  # which may have its own metadata
+            yield (
+                f"mesh.{axis} must be an axis of [rules], else its devices repeat each other's work; given {axis} = "
+                f"{x.mesh[axis]}: name {axis} in a rule, or leave these devices to data"
             )
 
 

@@ -104,6 +104,7 @@ WRONG_FILES = [
     (SMALL + 'eval_metrics = "top5_accuracy"', '"top5_accuracy", which is for classes, and model.name = '),
     (SMALL + '[rules]\n"*" = ["model"]', """rules."*" must name axes of [mesh] other than replica: data; given 'm"""),
     (SMALL + '[rules]\n"*" = [["replica"]]\n[mesh]\nreplica = 2', "data; given 'replica'"),
+    (SMALL + "[mesh]\nmodel = 2", "mesh.model must be an axis of [rules], else its devices repeat each other's work; "),
     (pictures("vit-digits", 'length = 32\nsource = "digits"'), "data.length is for text, and model.name = 'vit-dig"),
     ('wire = "int8"\npartitioning = "auto"\n' + SMALL, 'wire is for partitioning = "manual", where jdp sends; given'),
     (in_data('label = "x"'), "data.label is for images and features, and model.name = 'gpt-nano' learns text; given"),
@@ -185,11 +186,11 @@ def test_an_unreadable_file_is_refused_with_nearby_files(file):
 
 
 def test_overrides_are_toml_values_or_text(file):
-    overrides = {"name": "2024", "mesh.data": "-1", "mesh.model": "2", "train.steps": "7", "optimizer.lr": "1"}
+    overrides = {"name": "2024", "mesh.data": "-1", "mesh.replica": "2", "train.steps": "7", "optimizer.lr": "1"}
     overrides |= {"optimizer.clip_norm": "0.5", "model.width": "64", "data.shuffle": "false", "sample.prompt": "true"}
     changed = load(file, overrides)
     assert (changed.name, changed.train.steps, changed.data.shuffle) == ("2024", 7, False)
-    assert changed.mesh == {"data": -1, "model": 2}
+    assert changed.mesh == {"data": -1, "replica": 2}
     assert (changed.optimizer.lr, type(changed.optimizer.lr)) == (1.0, float)
     assert changed.optimizer.clip_norm == 0.5 and changed.model.config.width == 64
     assert changed.sample is not None and changed.sample.prompt == "true"
@@ -268,13 +269,17 @@ def test_the_length_left_out_is_the_models_context():
     assert experiment(data={"length": 0}, model={"context": 64}).data.length == 64
 
 
+def meshed(**mesh):
+    return experiment(mesh=mesh, rules={"*": ["model"]} if "model" in mesh else {})
+
+
 def test_the_data_axis_is_outside_the_models_axes():
     assert experiment().mesh == {"data": -1}
-    assert list(experiment(mesh={"model": 2}).mesh.items()) == [("data", -1), ("model", 2)]
-    both = experiment(mesh={"replica": 2, "model": 2}).mesh
-    assert list(both.items()) == [("replica", 2), ("data", -1), ("model", 2)]
-    assert experiment(mesh={"model": -1}).mesh == {"data": 1, "model": -1}
-    assert list(experiment(mesh={"model": 2, "data": 4}).mesh) == ["model", "data"], "written by hand: kept"
+    assert list(meshed(model=2).mesh.items()) == [("data", -1), ("model", 2)]
+    assert list(meshed(replica=2, model=2).mesh.items()) == [("replica", 2), ("data", -1), ("model", 2)]
+    assert meshed(model=-1).mesh == {"data": 1, "model": -1}
+    assert list(meshed(model=2, data=4).mesh) == ["model", "data"], "written by hand: kept"
+    assert experiment(mesh={"data": 4, "model": 1}).mesh == {"data": 4, "model": 1}, "and one device needs no rule"
 
 
 def test_paths_start_at_file_or_working_directory(tmp_path, monkeypatch):
@@ -305,10 +310,11 @@ def test_paths_start_at_file_or_working_directory(tmp_path, monkeypatch):
 
 def test_a_mesh_must_fit_the_devices():
     assert check_for_devices(experiment(), 8) == {"data": 8}
-    assert check_for_devices(experiment(mesh={"replica": 2, "model": 2}), 8) == {"replica": 2, "data": 2, "model": 2}
-    assert check_for_devices(experiment(mesh={"model": 8}, train={"batch_size": 3}), 8)["data"] == 1
+    assert check_for_devices(meshed(replica=2, model=2), 8) == {"replica": 2, "data": 2, "model": 2}
+    of_model = experiment(mesh={"model": 8}, rules={"*": ["model"]}, train={"batch_size": 3})
+    assert check_for_devices(of_model, 8)["data"] == 1
     with pytest.raises(ExperimentError, match=r"\[mesh\]: The mesh must multiply to .*of devices: data=4 × model=2"):
-        check_for_devices(experiment(mesh={"data": 4, "model": 2}), 6)
+        check_for_devices(meshed(data=4, model=2), 6)
     with pytest.raises(UserError, match="given 3: the nearest that fit: 8"):
         check_for_devices(experiment(train={"batch_size": 3, "accumulate": 2}), 4)
 

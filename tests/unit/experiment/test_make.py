@@ -78,6 +78,7 @@ def test_what_is_written_is_read_back_as_equal(tmp_path):
     assert experiment.plugin == "rings" and experiment.eval_metrics == ("eval_loss", "eval_accuracy")
     config = experiment.model.config
     assert (config.width, config.octaves, config.rings) == (64, 3, 3), "with the function's own defaults"
+    assert loaded(mesh__model="2").mesh["model"] == 2, "without [rules]: the model may have metadata"
 
 
 def test_what_is_compiled_for_is_what_is_read():

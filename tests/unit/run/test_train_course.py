@@ -112,7 +112,7 @@ def test_the_best_checkpoint_stays_whatever_else_goes(file, capsys):
 def test_newest_checkpoints_stay_and_settings_may_change(file, capsys):
     _, folder = train(file, "--train.checkpoint_every", "1", "--train.keep_checkpoints", "2")
     assert saved_steps(folder) == [5, 6]
-    more = ("--eval.all.source", str(file.parent / "points.npz"), "--mesh.model", "2", "--compiler", "overlap")
+    more = ("--eval.all.source", str(file.parent / "points.npz"), "--mesh.replica", "2", "--compiler", "overlap")
     capsys.readouterr()
     assert train(file, *more, "--train.steps", "7", "--json")[0] == 0, "what computes and evaluates may change"
     assert summary_of(capsys)["eval_sets"].keys() == {"eval_all_loss", "eval_all_accuracy"}
