@@ -93,7 +93,8 @@ def _in_words(arguments: list[str]) -> int:
             print(exiting.code, file=sys.stderr)
         return _leave(1 if isinstance(exiting.code, str) else exiting.code or 0)
     except KeyboardInterrupt:
-        return _leave(INTERRUPTED)
+        _leave(INTERRUPTED)
+        raise
     except BrokenPipeError:
         _drop_stdout()
         return _leave(READER_LEFT)

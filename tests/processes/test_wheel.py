@@ -52,7 +52,7 @@ def test_its_metadata(unpacked):
     metadata = Parser().parsestr((folder / "METADATA").read_text(encoding="utf-8"))
     assert (metadata["Version"], metadata["Requires-Python"]) == (jdp.__version__, ">=3.11")
     assert metadata["License-Expression"] == "Apache-2.0" and (folder / "licenses" / "LICENSE").is_file()
-    assert (folder / "entry_points.txt").read_text().split() == ["[console_scripts]", "jdp", "=", "jdp.cli.main:main"]
+    assert (folder / "entry_points.txt").read_text().split() == ["[console_scripts]", "jdp", "=", "jdp.__main__:main"]
 
 
 def test_a_name_is_read_from_the_wheel(unpacked, tmp_path):

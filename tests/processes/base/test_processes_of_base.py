@@ -1,4 +1,4 @@
-"""What `jdp.base` does in processes of its own: memory that is kept between steps, and threads.
+"""What `jdp.base` does in processes of its own: memory that is kept between steps, and threads; Ctrl-C.
 
 What `malloc` was told cannot be taken back.
 """
@@ -66,3 +66,31 @@ def test_each_cpu_device_has_two_threads(monkeypatch):
     assert pool("jax.config.update('jax_num_cpu_devices', 8); jdp.make_mesh()") == (16, "")
     flag = "--xla_force_host_platform_device_count=6"
     assert pool("jdp.initialize(); jax.devices()", XLA_FLAGS=flag, NPROC="20") == (20, "")
+
+
+INTERRUPTED = """
+import atexit, os, signal, sys
+
+def interrupt(moment):
+    if moment == os.environ["MOMENT"]:
+        os.kill(os.getpid(), signal.SIGINT)
+
+def step():
+    interrupt("call")
+
+try:
+    interrupt(__name__)
+except KeyboardInterrupt:
+    raise ImportError("as a module in C++ reports it")
+if __name__ == "__main__":
+    atexit.register(print, "Python waits for threads")
+    from jdp.__main__ import main
+    sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("moment", ["own", "call"])
+def test_ctrl_c_is_one_line(tmp_path, moment):
+    (tmp_path / "own.py").write_text(INTERRUPTED)
+    done = python("own.py", "plan", "own.py:step", "--target", "cpu:2", cwd=tmp_path, MOMENT=moment)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
