@@ -253,7 +253,7 @@ def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
 def _fix(kind: str, key: str, value: Any) -> str:
     """Return the text of a fix if the given value suggests one; else ""."""
     if kind in ("model_type", "dict_type"):
-        return ": set its keys one by one"
+        return f": set its keys one by one, as {key}.NAME"
     if isinstance(value, str):
         plain = value.lower() if kind == "bool_type" else value
         unquoted = len(value) <= LONGEST and re.fullmatch(_PLAIN.get(kind, r"(?!)"), plain)

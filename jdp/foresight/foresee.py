@@ -6,7 +6,7 @@ The report of a plan has an `Estimate` for each candidate, the choice among them
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -15,11 +15,10 @@ import jax
 from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
 from jdp.base.errors import public
-from jdp.base.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds, listed
+from jdp.base.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.init.train_state import report_placements
-from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState
 from jdp.core.step import Step
@@ -118,8 +117,7 @@ def make_plan_report(
         progress(done, len(candidates), candidate.name)
         estimates.append(estimate(candidate, target, tokens=count, cache=store))
     progress(len(candidates), len(candidates), "")
-    notes = *_notes(candidates, estimates), *_replicas(estimates, target)
-    return PlanReport(str(target), len(target.devices), tuple(estimates), notes, unit)
+    return PlanReport(str(target), len(target.devices), tuple(estimates), _notes(candidates, estimates), unit)
 
 
 def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache | None = None) -> Estimate:
@@ -160,21 +158,8 @@ def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tu
     return tuple(dict.fromkeys(notes))
 
 
-def _replicas(estimates: Sequence[Estimate], target: Target) -> Iterator[str]:
-    """Suggest a replica on each host if steps wait long for collectives over all devices of several hosts."""
-    waiting = [e.name for e in estimates if e.report is not None and e.efficiency and e.efficiency < LONG]
-    meshes = [e.report.mesh for e in estimates if e.report is not None]
-    if waiting and target.hosts > 1 and all(mesh.get(DATA) == len(target.devices) for mesh in meshes):
-        yield (
-            f"{listed(waiting)}: a step waits for more than {format_percent(1 - LONG)} of its time. Compare a replica "
-            f"on each host, replica={target.hosts} and data={target.per_host}: weights are gathered inside it"
-        )
-
-
 # The report.
 
-LONG = 0.8
-"""T(1)/T(N) below which a step is said to wait long."""
 CLOSE = 0.01
 """Step times within 1 % count as equal, because the model of time is no more precise. Then less memory decides."""
 

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jdp.foresight.foresee import Estimate, PlanReport, _replicas
+from jdp.foresight.foresee import Estimate, PlanReport
 from jdp.foresight.memory import Headroom, Memory
-from jdp.foresight.targets.resolve import target
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.traffic.theory import Promise, Theory
 from jdp.foresight.verify import Report
@@ -50,18 +49,6 @@ def test_the_saving_of_narrow_gradients(reduced, gathered):
     _, why = words(replace(plain, report=sent))
     sentence = '7 GiB of the 8 GiB sent; with reduce = "bf16" a device sends 4.5 GiB.'
     assert (sentence in why) == ((reduced, gathered) == (4, 2))
-
-
-@pytest.mark.aot
-def test_long_waits_suggest_a_replica_on_each_host():
-    def notes(data, compute, on):
-        plain = estimate("zero1", gib=60)
-        line = replace(plain.timeline, compute_seconds=compute)
-        waits = replace(plain, report=replace(plain.report, mesh={"data": data}, timeline=line))
-        return list(_replicas([waits], target(on)))
-
-    assert "replica=8 and data=8" in notes(64, 0.07, "h100:8x8")[0]
-    assert [] == notes(64, 0.09, "h100:8x8") == notes(8, 0.07, "h100:8x8") == notes(8, 0.07, "h100:1x8")
 
 
 def test_the_fastest_that_fits():
