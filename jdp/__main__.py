@@ -14,12 +14,12 @@ _LOSING = {"<frozen importlib._bootstrap>", "_xla_gc_callback", "__del__", weakr
 def main() -> int:
     """Run the command line and return its exit code; Ctrl-C outside of a run ends the process with one line."""
     signal.signal(signal.SIGINT, _interrupt)
-    try:
-        from jdp.cli.main import main as command
+    from jdp.cli.main import main as command
 
-        return command()
-    except KeyboardInterrupt:
+    code = command()
+    if signal.getsignal(signal.SIGINT) == _leave:  # `_interrupt` was called
         _leave()
+    return code
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

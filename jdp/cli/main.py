@@ -93,8 +93,7 @@ def _in_words(arguments: list[str]) -> int:
             print(exiting.code, file=sys.stderr)
         return _leave(1 if isinstance(exiting.code, str) else exiting.code or 0)
     except KeyboardInterrupt:
-        _leave(INTERRUPTED)
-        raise
+        return _leave(INTERRUPTED)
     except BrokenPipeError:
         _drop_stdout()
         return _leave(READER_LEFT)

@@ -191,6 +191,7 @@ ENDS = {  # a fault of the program keeps its traceback; a UserError is one line
     "an error outside jdp": (raising(ValueError("outside jdp")), 70, "Traceback"),
     "Python's error inside jdp": (python_mistake_inside_jdp, 70, "Traceback"),
     "jdp's error": (lambda *_, **__: jdp.make_mesh(data=3), 2, "error: The mesh must multiply"),
+    "Ctrl-C": (raising(KeyboardInterrupt()), 130, ""),
     "a code": (raising(SystemExit(75)), 75, ""),
     "an exit": (raising(SystemExit()), 0, ""),
     "words": (raising(SystemExit("no")), 1, ""),
