@@ -37,11 +37,12 @@ from typing import Any
 import jdp
 from jdp.base.errors import UserError
 from jdp.base.formatting import escaped
+from jdp.base.signals import INTERRUPTED
 from jdp.base.toml import cut
 from jdp.base.words import nearest
 from jdp.cli.options import HELP, UsageError, wrapped
 
-USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
+USER_ERROR, SOFTWARE_ERROR, READER_LEFT = 2, 70, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MOST_LINES, _LONGEST_LINE = 20, 1000
 _STREAMS = {1: "stdout", 2: "stderr"}
@@ -72,7 +73,6 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code (see the table above); a failure in a cluster ends the process."""
-    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escape characters that the encoding lacks, such as é in ASCII
             stream.reconfigure(errors="backslashreplace")
@@ -116,15 +116,6 @@ def _in_words(arguments: list[str]) -> int:
         prefix = f"process {joined[0]} of {joined[1]}: " if joined else ""
         print(f"{prefix}{message}", file=sys.stderr)
         return _leave(code, lost_peer=lost_peer)
-
-
-def _open_closed_streams() -> None:
-    """Open stdout and stderr on /dev/null if the caller closed them (`>&-`): the next file would get their numbers."""
-    for number, name in _STREAMS.items():
-        if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(opened, number)
-            setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 def _drop_stdout() -> None:

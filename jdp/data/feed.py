@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from jdp.base.errors import UserError, public
+from jdp.base.signals import THREAD_SECONDS
 from jdp.base.toml import described
 from jdp.base.words import is_integer
 from jdp.core.batch import batch_rows, owned
-from jdp.core.cluster.barrier import THREAD_SECONDS
 from jdp.core.plan import Plan, check_plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
 from jdp.core.types import Batch

@@ -34,11 +34,10 @@ from typing import Any, NamedTuple, Self
 
 from jdp.base.errors import UserError
 from jdp.base.machine import visible_gpus
-from jdp.core.cluster.barrier import THREAD_SECONDS, Store, coordination_client, joined_as, named
+from jdp.base.signals import THREAD_SECONDS, TRY_AGAIN
+from jdp.core.cluster.barrier import Store, coordination_client, joined_as, named
 from jdp.core.cluster.initialize import leave_after_failure
 
-TRY_AGAIN = 75
-"""The exit code of a process that may be run again: it is late, or was stopped by a signal after saving."""
 MEDIANS = 10
 """The number of median steps that a step may take."""
 _TICK_SECONDS, _LATE_SECONDS = 1.0, 5.0

@@ -31,11 +31,12 @@ from typing import Any
 
 from jdp.base.errors import UserError
 from jdp.base.notices import JOINED, read_progress
+from jdp.base.signals import INTERRUPTED, TRY_AGAIN
 from jdp.launch.events import EventLog
 from jdp.launch.output import Outputs, say
 from jdp.launch.processes import Child, Nodes, Processes, environments
 
-TRY_AGAIN, MISMATCH, SOFTWARE_ERROR, INTERRUPTED = 75, 78, 70, 130
+MISMATCH, SOFTWARE_ERROR = 78, 70
 FINAL = (1, 2, MISMATCH, INTERRUPTED, -signal.SIGINT)
 """Exit codes, or -n for signal n, after which a restart would fail again, or is not wanted."""
 

@@ -22,13 +22,13 @@ import jax
 
 from jdp.base.errors import UserError
 from jdp.base.notices import warn
+from jdp.base.signals import TRY_AGAIN
 from jdp.base.user_path import address_of
 from jdp.checkpoint.errors import is_passing
 from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.model import HF
-from jdp.guard.deadline import TRY_AGAIN
 from jdp.guard.diagnosis import LOGS
 from jdp.launch.events import EVENT_LOGS
 from jdp.run.metrics import EVENTS, JSONL, replace_file

@@ -12,33 +12,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import select
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, Self
-from weakref import WeakSet
+from typing import Any
 
 import jax
 
-from jdp.core.cluster.barrier import THREAD_SECONDS, Store, coordination_client
+from jdp.base.signals import INTERRUPTED, TRY_AGAIN, Listener
+from jdp.core.cluster.barrier import Store, coordination_client
 from jdp.core.cluster.initialize import leave_after_failure
-from jdp.guard.deadline import TRY_AGAIN
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: TRY_AGAIN, signal.SIGHUP: TRY_AGAIN, signal.SIGUSR1: TRY_AGAIN}
+EXIT_CODES = {
+    signal.SIGINT: INTERRUPTED,
+    **dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), TRY_AGAIN),
+}
 """Signals that stop a run, with its exit code."""
 _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same signal
-_POLL_SECONDS = 0.5  # between looks for another process' request
-_LOOK_SECONDS = 0.05  # between looks for the answers, and between tries to make the main thread exit
+_LOOK_SECONDS = 0.05  # between looks for the answers
 _ANSWER_SECONDS = 60.0
-_UNWIND_SECONDS = 2.0  # how long the main thread may take to exit by itself
 _NOTHING = "before the first step there is nothing to save"
-_CALLBACKS = {"_xla_gc_callback", "__del__", weakref.__file__, WeakSet.__init__.__code__.co_filename}
-"""Functions, and files of functions, in which Python ignores exceptions: callbacks when an object is collected."""
 _ROUNDS = itertools.count()
 
 
@@ -50,41 +44,17 @@ class Stopped(SystemExit):
         self.summary = summary | {"stopped": number.name}
 
 
-class StopRequest:
+class StopRequest(Listener):
     """Listens for signals while in `with`; `at_step` returns True if the run stops after this step."""
 
     def __init__(self) -> None:
+        super().__init__(EXIT_CODES)
         self.signal: signal.Signals | None = None  # stops the run
         self.heard: signal.Signals | None = None  # by this process, before the run stops for it
         self.began = False  # the first step is dispatched: from now on processes agree on a stop, and save
         self.on_signal: Callable[[signal.Signals], None] = lambda number: None  # called in another thread
-        self._leaving = self._raised = False
         self._heard_at = 0.0
-        self._before: dict[signal.Signals, Any] = {}
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="jdp signals", daemon=True)
         self._agreement = _Agreement() if jax.process_count() > 1 else None
-
-    def __enter__(self) -> Self:
-        """Listen for the signals that the process does not ignore (`nohup` makes it ignore SIGHUP)."""
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        for number in EXIT_CODES:
-            if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT:
-                self._before[number] = signal.signal(number, self._handle)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if handler is None else handler)  # None: JAX's own, which is C++
-        os.write(self._pipe[1], b"\0")
-        self._thread.join(THREAD_SECONDS)  # a thread that returns from JAX while Python exits aborts the process
-        for end in self._pipe:
-            os.close(end)
 
     def at_step(self, step: int) -> bool:
         """Return True if the run saves and exits after `step`. Every process must call it at every step."""
@@ -95,55 +65,43 @@ class StopRequest:
         self.signal = (self._agreement.poll() if self._agreement else self.heard) or self.signal
         return self.signal is not None
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Exit, in the main thread, if so decided; `_listen` receives the signal itself."""
-        if not self._leaving or self.signal is None:
-            return
-        while frame is not None and not {frame.f_code.co_name, frame.f_code.co_filename} & _CALLBACKS:
-            frame = frame.f_back
-        if frame is None:  # Python ignores exceptions in the collector's callbacks and in destructors
-            self._raised = True
-            raise Stopped(self.signal, {})
+    def hear(self, number: signal.Signals) -> None:
+        """Ask all processes to stop, or exit at once: before the first step, and at a second signal."""
+        now = time.monotonic()
+        if self.heard is None:
+            self.heard, self._heard_at = number, now
+            if self.began:
+                self.say(
+                    f"{number.name}: the run saves and ends after its current work; a second signal ends it at once"
+                )
+            self.on_signal(number)
+            if self._agreement:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._agreement.store.put("asked", f"{number:d}")
+            elif not self.began:
+                self.leave(number, _NOTHING)
+        elif now - self._heard_at > _SAME_SECONDS:
+            self.leave(self.heard, "a second signal came")
 
-    def _listen(self) -> None:
-        """In a thread, receive signals, and look for a stop request from any process of a cluster."""
-        while not self._wait(_POLL_SECONDS):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone: JAX ends this process
-                if self._agreement and (exits := self._agreement.agree(lambda: self.began, self._wait)):
-                    self._leave(*exits)
+    def look(self) -> None:
+        """Look for a stop request from any process of a cluster."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone: JAX ends this process
+            if self._agreement and (exits := self._agreement.agree(lambda: self.began, self.wait)):
+                self.leave(*exits)
 
-    def _wait(self, seconds: float) -> bool:
-        """Wait for a signal, whose number Python writes into the pipe; return True at the end of the run."""
-        ready = select.select([self._pipe[0]], [], [], seconds)[0]
-        number, now = os.read(self._pipe[0], 1)[0] if ready else 0, time.monotonic()
-        if number in self._before and not self._leaving:
-            if self.heard is None:
-                self.heard, self._heard_at = signal.Signals(number), now
-                self.on_signal(self.heard)
-                if self._agreement:
-                    with contextlib.suppress(jax.errors.JaxRuntimeError):
-                        self._agreement.store.put("asked", f"{number:d}")
-                elif not self.began:
-                    self._leave(self.heard, _NOTHING)
-            elif now - self._heard_at > _SAME_SECONDS:
-                self._leave(self.heard, "a second signal came")
-        return self._done.is_set()
+    def leave(self, by: signal.Signals, words: str) -> None:
+        """Exit at once, with the reason."""
+        self.signal = by
+        super().leave(by, f"stopped by {by.name}, at once: {words}; the files on disk are complete")
 
-    def _leave(self, by: signal.Signals, why: str) -> None:
-        """Exit at once: through the main thread if it runs Python soon, else without it."""
-        self.signal, self._leaving = by, True
-        words = f"stopped by {by.name}, at once: {why}; the files on disk are complete\n"
-        with contextlib.suppress(OSError):
-            # A progress bar hides the cursor.
-            os.write(2, (words + "\x1b[?25h" * os.isatty(2)).encode())
-        end = time.monotonic() + _UNWIND_SECONDS
-        while time.monotonic() < end:
-            if not self._raised:  # Python calls `_handle`
-                signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._before)))
-            if self._done.wait(_LOOK_SECONDS):
-                return
-        leave_after_failure(EXIT_CODES[by])
-        os._exit(EXIT_CODES[by])
+    def error(self, by: signal.Signals) -> BaseException:
+        """Return the exit of this run."""
+        return Stopped(by, {})
+
+    def abandon(self, code: int) -> None:
+        """End the process, and leave the cluster."""
+        leave_after_failure(code)
+        super().abandon(code)
 
 
 class _Agreement:

@@ -31,8 +31,9 @@ from jax.sharding import Mesh
 
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
+from jdp.base.signals import THREAD_SECONDS
 from jdp.base.tree_paths import PACKAGE
-from jdp.core.cluster.barrier import THREAD_SECONDS, WAIT_SECONDS, Store, coordination_client, joined_as, named
+from jdp.core.cluster.barrier import WAIT_SECONDS, Store, coordination_client, joined_as, named
 
 ANSWER_SECONDS = 60  # for an answer, once all have arrived
 JOINED_SECONDS = 60  # for all to arrive, right after joining

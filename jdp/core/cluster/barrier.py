@@ -19,9 +19,7 @@ import jax
 from jax._src.distributed import global_state  # nothing public says who we are without starting a backend
 
 from jdp.base.errors import UserError
-
-THREAD_SECONDS = 5.0
-"""How long to wait for a thread to end; it may be calling a service that is gone."""
+from jdp.base.signals import THREAD_SECONDS
 
 
 class LostPeer(RuntimeError):

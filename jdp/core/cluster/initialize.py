@@ -20,6 +20,7 @@ import jax
 from jdp.base.errors import UserError, public
 from jdp.base.machine import provide_threads
 from jdp.base.notices import note_joined
+from jdp.base.signals import INTERRUPTED
 from jdp.core.cluster.agreement import check_environment
 from jdp.core.cluster.barrier import LostPeer, coordination_client, end_threads, joined_as
 from jdp.core.cluster.roll_call import RollCall, bind_address, wait_for_coordinator
@@ -30,7 +31,7 @@ JOIN_SECONDS = 60  # how long JAX's own joining may take once all are here
 SHUTDOWN_SECONDS = 60  # how long a process that has finished waits for the others
 LAST_WORDS_SECONDS = 1.0  # process 0 stays this long after a failure: when it ends, JAX aborts the others at once
 _NO_PROXY = "no_grpc_proxy"  # gRPC reads this name, in lower case: through a proxy it would not reach the coordinator
-FAILED, INTERRUPTED = 70, 130  # exit codes: an exception, or the others did not arrive; Ctrl-C
+FAILED = 70  # the exit code after an exception, or if the others did not arrive
 
 _LOST_PEER = re.compile(  # messages of Gloo, of JAX's coordination service, and of NCCL
     r"connection (closed|reset) by peer|broken pipe|another task died|tasks are unhealthy|remote process exited|"

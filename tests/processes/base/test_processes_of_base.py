@@ -69,15 +69,24 @@ def test_each_cpu_device_has_two_threads(monkeypatch):
 
 
 INTERRUPTED = """
-import atexit, os, signal, sys
+import atexit, os, signal, sys, time, traceback
 
 def step():
     os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
 
 try:
-    step() if os.environ["MOMENT"] == __name__ else None
+    step() if os.environ["MOMENT"] == "import" and __name__ == "own" else None
 except KeyboardInterrupt:
     raise ImportError("as a module in C++ reports it")
+
+def lost():
+    try:
+        step()
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        time.sleep(60)
+
 if __name__ == "__main__":
     atexit.register(print, "Python waits for threads")
     from jdp.__main__ import main
@@ -85,8 +94,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("moment", ["own", "call"])
+@pytest.mark.parametrize("moment", ["import", "step", "lost"])
 def test_ctrl_c_is_one_line(tmp_path, moment):
     (tmp_path / "own.py").write_text(INTERRUPTED)
-    done = python("own.py", "plan", "own.py:step", "--target", "cpu:2", cwd=tmp_path, MOMENT=moment)
+    done = python(
+        "own.py", "plan", f"own.py:{moment.replace('import', 'step')}", "--target", "cpu:2", cwd=tmp_path, MOMENT=moment
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
