@@ -109,7 +109,6 @@ def ours(strategy: str, partitioning: str | None, mesh: Any, batch: Any, seed: j
 
 
 def by_hand(strategy: str, view: str, guard: bool, mesh: Any, batch: Any, seed: jax.Array) -> Contender:
-    seed = jax.random.fold_in(seed, 0)  # as in `init_state`, for the same weights
     raw = make(GPT_NANO, TX, mesh, strategy, view=view, clip_norm=CLIP_NORM, guard=guard, seed=seed)
 
     def advance(state: Any, batch: Any) -> tuple[Any, jax.Array]:

@@ -1,8 +1,8 @@
 """The reference that runs are compared with: a plain training loop on one device, without a mesh or a strategy.
 
-It shares almost no code with the steps that it tests: only how a module is split and how a `Loss` is read. The weights
-are drawn from `fold_in(rng, 0)`, and each step has the key `fold_in(fold_in(rng, 1), batches consumed)`, so the proof
-also detects a fault that all strategies share. A step whose gradient is not finite changes nothing. The same program
+It shares almost no code with the steps that it tests: only how a module is split and how a `Loss` is read. Each step
+has the key `fold_in(fold_in(rng, STEPS), batches consumed)`, so the proof also detects a fault that all strategies
+share. A step whose gradient is not finite changes nothing. The same program
 with `Noise` makes the shadows, which measure rounding (`jdp.prove.bounds`).
 """
 
@@ -22,6 +22,7 @@ from jdp.base.words import StrategyName
 from jdp.core import flax_nnx
 from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.gradients.loss_call import as_sums
+from jdp.core.init.train_state import STEPS
 from jdp.core.init.trees import resolve
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import DATA
@@ -71,12 +72,12 @@ class Reference:
         return self.step.changed(plan=plan, accumulate=accumulate, check_loss=False, compiler=compiler)
 
     def initial(self, rng: jax.Array) -> TrainState:
-        model, specs = flax_nnx.built(self.init, jax.random.fold_in(rng, 0))
+        model, specs = flax_nnx.built(self.init, rng)
         params, model_state, adapter = flax_nnx.split(model)
         static = Static(self.tx, adapter, specs, resolve(params, adapter, self.wrt))
         opt_state = self.tx.init(trained_part(params, static.trained))
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, opt_state, model_state, jax.random.fold_in(rng, 1), zero, static)
+        return TrainState(zero, params, opt_state, model_state, jax.random.fold_in(rng, STEPS), zero, static)
 
     def next(self, state: TrainState, batch: Batch, noise: Noise) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state after one more batch (global), and "loss", "weight", "grad_norm"."""

@@ -1,7 +1,7 @@
 """Training on one device, by hand: the reference for `test_training_properties`. Nothing of jdp is imported here.
 
 The rules are those that jdp documents, written once more: the objective of a step is Σtotal / Σweight over its batch;
-`init` gets `fold_in(rng, 0)`, and the key of the batch after `n` others is `fold_in(fold_in(rng, 1), n)`; a step whose
+`init` gets `rng`, and the key of the batch after `n` others is `fold_in(fold_in(rng, 0x6A6470), n)`; a step whose
 gradient is not finite changes nothing. Where a model keeps statistics of the batch, microbatch k of K is the rows
 k, k + K, ..., one after the other.
 """
@@ -137,7 +137,7 @@ def initial(init, seed):
         strong = lambda leaf: jnp.asarray(leaf, leaf.dtype)  # noqa: E731  a weak type would compile `step` twice
         return jax.tree.map(strong, (kind[0].params, kind[0].state))
 
-    params, state = jax.jit(make)(jax.random.fold_in(jax.random.key(seed), 0))
+    params, state = jax.jit(make)(jax.random.key(seed))
     return kind[0], params, state
 
 
@@ -228,7 +228,7 @@ def steps(loop, batches, seed):
 
 def key_of(seed, number):
     """The key of the batch after `number` others."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0x6A6470), number)
 
 
 def floats(row):

@@ -16,7 +16,7 @@ from jdp.base.errors import UserError, public
 from jdp.base.formatting import format_bytes, listed
 from jdp.base.notices import notice, warn
 from jdp.core import flax_nnx
-from jdp.core.init.trees import check_init, check_tree, key_of_init, made_sharded, resolve, typed_key
+from jdp.core.init.trees import check_init, check_tree, made_sharded, resolve, typed_key
 from jdp.core.plan import Plan, check_plan
 from jdp.core.sharding.axes import DATA, REPLICA, factors
 from jdp.core.sharding.placement import Placement, axes_of, rest_spec
@@ -27,6 +27,8 @@ from jdp.core.update.optimizer import check_optimizer, check_update, first_state
 
 REPORTED_SHARE = 0.05
 """Share of a device's part of the state above which the report names a mesh that divides its replicated leaves."""
+STEPS = 0x6A6470
+"""The number that is folded into a run's key for the keys of its steps; an `init` folds small ones."""
 LINEN_STATE = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))
 
 
@@ -40,8 +42,7 @@ def init_state(
         >>> state.params["kernel"].sharding.spec
         P('data',)
 
-    The weights are those of `init(jax.random.fold_in(rng, 0))`, as of `jdp.init`: one seed makes one model. They are
-    bitwise the same on any mesh and under any strategy.
+    The weights are those of `init(rng)`, as of `jdp.init`: bitwise the same on any mesh and under any strategy.
 
     Args:
         init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays (flax.linen's `variables["params"]`, an equinox
@@ -111,7 +112,7 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
     statics: list[Static] = []
 
     def make(rng: jax.Array) -> dict[str, PyTree]:
-        model, specs = flax_nnx.built(init, key_of_init(rng))
+        model, specs = flax_nnx.built(init, rng)
         params, model_state, adapter = flax_nnx.split(model, wrt)
         check_tree(params, arrays=True)
         # jnp.full(8, 0.1) has a weak type, for which a step would be compiled twice
@@ -125,7 +126,7 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
             "params": params,
             "opt_state": first_state(tx, trained_part(params, trained)),
             "model_state": model_state,
-            "rng": jax.random.fold_in(rng, 1),
+            "rng": jax.random.fold_in(rng, STEPS),
             "skipped": jnp.zeros((), jnp.int32),
         }
 

@@ -40,8 +40,7 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
         >>> opt_state[0].mu["w"].sharding.spec
         P('data',)
 
-    The values are bit for bit those of `jax.jit(init)(jax.random.fold_in(rng, 0))` on one device, as of
-    `jdp.init_state`: one seed makes one model.
+    The values are bit for bit those of `jax.jit(init)(rng)` on one device, and of `jdp.init_state`.
 
     Args:
         init: `init(rng)` -> an `nnx.Module` or a pytree of arrays; with `of`, `init(of)` -> what belongs to it. Traced
@@ -71,7 +70,7 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
     traces: list[tuple[Any, Any]] = []  # (function leaves -> tree, specs of its metadata)
 
     def make(argument: Any) -> PyTree:
-        model, specs = flax_nnx.built(init, argument if rng is None else key_of_init(argument))
+        model, specs = flax_nnx.built(init, argument)
         check_tree(model, of)
         tree, rebuild = flax_nnx.opened(model)
         traces.append((rebuild, specs))
@@ -199,11 +198,6 @@ def refuse_offload(plan: Plan) -> None:
             f"A custom loop keeps its arrays on the devices; given a plan with offload={plan.offload!r}. Leave it out, "
             "or use jdp.make_train_step, which fetches its state from the host."
         )
-
-
-def key_of_init(rng: jax.Array) -> jax.Array:
-    """Return the key for a user's `init`: `jdp.init` and `jdp.init_state` make the same model from one seed."""
-    return jax.random.fold_in(rng, 0)
 
 
 def typed_key(rng: Any) -> jax.Array:

@@ -175,7 +175,7 @@ def test_a_filter_trains_variables_of_other_types(wrt):
     """As nnx.Optimizer does on one device, in a step and in a custom loop."""
     init = lambda rng: Scaled(nnx.Rngs(rng))  # noqa: E731
     plan, key, batches = plan_of("zero2", min_shard_size=0), jax.random.key(3), [data(seed=seed) for seed in (0, 1)]
-    alone, module = init(jax.random.fold_in(key, 0)), jdp.init(init, plan, rng=key)
+    alone, module = init(key), jdp.init(init, plan, rng=key)
     _, state, _ = train(loss_fn, init, TX, plan, batches, seed=3, wrt=wrt)
     optimizers = [nnx.Optimizer(model, TX, wrt=wrt) for model in (alone, module)]
     gradient = jdp.value_and_grad(loss_fn, plan, wrt=wrt)
