@@ -19,7 +19,7 @@ from jdp.experiment.file import ExperimentError, load
 from jdp.run.weights import check_export
 
 TABLES = tables(
-    optimizer={"name": "adamw", "lr": 0.5, "ema_decay": 0.1},  # so large a rate that the first evaluation is the best
+    optimizer={"name": "adamw", "lr": 2.0, "ema_decay": 0.1},  # so large a rate that the first evaluation is the best
     train={"steps": 4, "batch_size": 16, "eval_every": 1, "eval_batches": 1, "checkpoint_every": 1}
     | {"keep_best": True, "export": "hf"},
     sample={"prompt": "de", "length": 6},
