@@ -111,7 +111,7 @@ def test_trees_and_skipped_steps_are_proven_too():
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("in_loss", "strategy", "leaves"),
-    [(True, "zero1", "loss"), (False, "zero2", ("params/layers/", "opt_state/0/mu/layers/"))],
+    [(True, "zero1", "loss"), (False, "zero2", ("params/layers/", "opt_state/0/mu/layers/", "opt_state/0/nu/layers/"))],
 )
 def test_a_mean_of_means_differs(in_loss, strategy, leaves, monkeypatch):
     """Each shard divides by its own weight, and the means are averaged."""
@@ -148,8 +148,8 @@ def test_equal_masks_on_every_shard_differ(precision, monkeypatch):
     parted = {each.name: each for each in proof.runs if not each.equal}
     assert {*parted} == {"zero1 4 devices K=1", "ddp 1 device K=2"}
     assert {each.at.step for each in parted.values()} == {1}
-    # in bf16 this loss of 1.4 is known to 0.05, in fp32 to 2e-5; the fault moves it by 0.15 or more
-    assert all(each.at.ratio > (WIDE if precision == "fp32" else 2) for each in parted.values())
+    # in bf16 this loss of 1.4 is known to 0.07, in fp32 to 3e-5; the fault moves it by 0.09 or more (keys 0 to 5)
+    assert all(each.at.ratio > (WIDE if precision == "fp32" else 1.2) for each in parted.values())
 
 
 def test_a_missing_psum_names_the_leaf(monkeypatch):
