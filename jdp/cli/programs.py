@@ -35,6 +35,7 @@ _DESCRIBED = (
     "Nothing runs on the devices of a target. Make abstract arrays (jax.eval_shape, jax.ShapeDtypeStruct) outside of "
     "jax.set_mesh; or remove the argument `devices`: jax.devices() then has as many virtual CPU devices."
 )
+_AS_SCRIPT = 'Put the code that a script runs, and its choice of devices, under if __name__ == "__main__".'
 _SHAPES = "(jitted step, (argument, …))"
 _MOST_CPUS = 16384  # largest target
 _JDP = str(Path(__file__).parents[1])
@@ -124,7 +125,7 @@ def load(text: str) -> tuple[Callable[..., Any], Path]:
             f"arguments; given {brief(text)}: add :FUNCTION, after a file that ends in .py or a module"
         )
     module_name, name = found["module"], found["name"]
-    with users_errors(f"{module_name} could not be imported"):
+    with users_errors(f"{module_name} could not be imported", _AS_SCRIPT):
         if module_name.endswith(".py"):
             module = _import_file(Path(module_name))
         else:  # like `python -m`, from the working directory too
@@ -195,7 +196,6 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
         is_call = isinstance(error, TypeError) and "function(*" in (frames[-1].line or "")
         if frames[-1].filename.startswith(_JDP) and not is_call:
             raise
-        hint = of_library if "-packages/" in frames[-1].filename else ""
-        if isinstance(error, SystemExit):
-            hint = 'Put the code that a script runs under if __name__ == "__main__".'
+        of_frames = of_library if "-packages/" in frames[-1].filename else ""
+        hint = _AS_SCRIPT if isinstance(error, SystemExit) else of_frames
         raise UserError("\n".join(filter(None, (f"{what}:", users_traceback(error), hint)))) from None

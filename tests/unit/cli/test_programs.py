@@ -169,11 +169,8 @@ def test_a_step_of_another_library(program, capsys):
 
 MISTAKES = {
     "no function": ("own_step.py", [], r'given "own_step.py": add :FUNCTION'),
-    "an exception": (
-        "own_step.py:other_function",
-        [],
-        r"could not be called:\n.*own_step.py\", line \d+, in other_function\n.*raise.*\n  RuntimeError: no such",
-    ),
+    "an exception": ("own_step.py:other_function", [], r"\n.*step.py\", line \d+, in other_.*\n.*\n  RuntimeError: no"),
+    "its devices": ("devices.py:make_step", [], "imported:\n(.*\n)*Put the code .* devices, under if __name__"),
     "no step": ("own_step.py:not_a_step", [], r"not_a_step must return \(jitted step, .*; given dict: return the step"),
     "too few": ("own_step.py:too_few", [], r"could not be compiled:\n(.*\n)*  TypeError: .* missing \d required"),
     "arguments": ("own_step.py:needs", [], r"given needs, which needs config: give config a default"),
@@ -189,6 +186,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_error(program, capsys, name):
     (program.parent / "other.json").write_text('{"format": 2}')
+    (program.parent / "devices.py").write_text('import jax; jax.devices(), jax.config.update("jax_num_cpu_devices", 3)')
     file, options, words = MISTAKES[name]
     assert re.search(words, refused(capsys, "verify", file, *options))
 
