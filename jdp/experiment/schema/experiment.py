@@ -207,7 +207,7 @@ def _contradictions(x: Experiment) -> Iterator[str]:
         if axis not in ruled and x.mesh[axis] != 1 and x.model.make is None:  # which may have its own metadata
             yield (
                 f"mesh.{axis} must be an axis of [rules], else its devices repeat each other's work; given {axis} = "
-                f"{x.mesh[axis]}: name {axis} in a rule, or leave these devices to data"
+                f"{x.mesh[axis]}: name it in a rule, or leave these devices to data{nearest(axis, ['data', 'replica'])}"
             )
 
 
