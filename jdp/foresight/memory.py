@@ -27,7 +27,7 @@ CLASSES = {
     "parameters": "parameters (master weights, at rest)",
     "optimizer": "optimizer state",
     "batch": "batch",
-    "other": "other (counters, keys, model state, metrics)",
+    "other": "other arguments and results",
     "temporaries": "temporaries (gradients, working copy, activations)",
     "code": "compiled code",
 }
