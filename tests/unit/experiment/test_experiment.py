@@ -104,6 +104,7 @@ WRONG_FILES = [
     (SMALL + 'eval_metrics = "top5_accuracy"', '"top5_accuracy", which is for classes, and model.name = '),
     (SMALL + '[rules]\n"*" = ["model"]', """rules."*" must name axes of [mesh] other than replica: data; given 'm"""),
     (SMALL + '[rules]\n"*" = [["replica"]]\n[mesh]\nreplica = 2', "data; given 'replica'"),
+    (SMALL + "[mesh]\nmodel = 2", "mesh.model must be an axis of [rules], else its devices repeat each other's work; "),
     (SMALL + "[mesh]\ndat = 2", "given dat = 2: name it in a rule, or leave these devices to data; did you mean data?"),
     (pictures("vit-digits", 'length = 32\nsource = "digits"'), "data.length is for text, and model.name = 'vit-dig"),
     ('wire = "int8"\npartitioning = "auto"\n' + SMALL, 'wire is for partitioning = "manual", where jdp sends; given'),
