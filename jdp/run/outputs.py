@@ -219,7 +219,7 @@ class SampleWriter:
         """The function that continues a prompt: `table.length` tokens, or as many as fit into the context, [1, n]."""
         training, table = self._assembly.training, self._assembly.experiment.sample
         assert table is not None
-        rng = jax.random.fold_in(training.rng, 2)  # 0 and 1 are the weights' and the steps'
+        rng = jax.random.fold_in(training.rng, 2)  # a constant: the same draws at every step
 
         @functools.partial(jax.jit, out_shardings=training.plan.replicated)
         def continue_prompt(state: TrainState, tokens: jax.Array, end: jax.Array) -> jax.Array:
