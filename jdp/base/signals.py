@@ -52,6 +52,7 @@ class Listener:
         for number in self.codes:
             if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT:
                 self._before[number] = signal.signal(number, self._handle)
+        os.register_at_fork(after_in_child=self._forked)
         self._thread.start()
         return self
 
@@ -115,6 +116,13 @@ class Listener:
         if frame is None:
             self._raised = True
             raise self.error(self.by)
+
+    def _forked(self) -> None:
+        """In a forked process: leave the pipe to the parent, and end at SIGTERM, which a pool sends to its workers."""
+        if self._before and not self._done.is_set():
+            signal.set_wakeup_fd(-1)
+            if signal.SIGTERM in self._before:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _listen(self) -> None:
         while not self.wait(0.5):

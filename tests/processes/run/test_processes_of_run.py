@@ -45,8 +45,7 @@ def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
     short += ["--train.export", "hf"]
     short += ["--data.length", "16", "--model.layers", "1", "--model.width", "64", "--model.heads", "2"]
     launched = ["launch", "-n", "2", "--devices-per-process", "4", "--", quickstart, "--run-dir", tmp_path, *short]
-    launched += ["--train.mirror", f"{bucket}/quickstart"]
-    process = start_python("-m", "jdp", *launched, cwd=tmp_path)
+    process = start_python("-m", "jdp", *launched, "--train.mirror", f"{bucket}/quickstart", cwd=tmp_path)
     assert main(["train", str(quickstart), "--run-dir", f"{tmp_path}/one", "--devices", "none", *short]) == 0
     out, error = process.communicate(timeout=240)
     assert process.returncode == 0, error
