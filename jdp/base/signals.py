@@ -32,7 +32,7 @@ class Listener:
     """While in `with`, ends the process at a signal: it writes a line, and the main thread raises an exception.
 
     If the main thread runs no Python for two seconds, or loses the exception, the process ends without it. A signal
-    that the process ignores, or that gets another handler in `with`, is left alone.
+    that the process ignores (Ctrl-C excepted), or that gets another handler in `with`, is left alone.
     """
 
     def __init__(self, codes: Mapping[signal.Signals, int]) -> None:
@@ -65,6 +65,8 @@ class Listener:
         self._thread.join(THREAD_SECONDS)  # a thread that returns from JAX while Python exits aborts the process
         for end in (*self._pipe, self._stderr):
             os.close(end)
+        if self.by is not None:
+            raise self.error(self.by)  # a library may have turned the exception into another
 
     def hear(self, number: signal.Signals) -> None:
         """Take a signal, in the thread."""
@@ -82,7 +84,7 @@ class Listener:
         end = time.monotonic() + _UNWIND_SECONDS
         while time.monotonic() < end:
             if not self._raised:  # Python calls `_handle`
-                signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._before)))
+                signal.pthread_kill(threading.main_thread().ident or 0, by)
             if self._done.wait(_LOOK_SECONDS):
                 return
         self.abandon(self.codes[by])
