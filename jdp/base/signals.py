@@ -90,9 +90,10 @@ class Listener:
         self.abandon(self.codes[by])
 
     def say(self, words: str) -> None:
-        """Write a line to stderr; a progress bar has hidden the cursor of a terminal."""
+        """Write a line to stderr, unless its reader has stopped; a progress bar has hidden the cursor of a terminal."""
         with contextlib.suppress(OSError):
-            os.write(self._stderr, (f"{words}\n" + "\x1b[?25h" * os.isatty(self._stderr)).encode())
+            if select.select([], [self._stderr], [], 0)[1]:
+                os.write(self._stderr, (f"{words}\n" + "\x1b[?25h" * os.isatty(self._stderr)).encode())
 
     def abandon(self, code: int) -> None:
         """End the process without its main thread."""

@@ -93,6 +93,8 @@ def _in_words(arguments: list[str]) -> int:
             print(exiting.code, file=sys.stderr)
         return _leave(1 if isinstance(exiting.code, str) else exiting.code or 0)
     except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         return _leave(INTERRUPTED)
     except BrokenPipeError:
         _drop_stdout()

@@ -87,17 +87,20 @@ def lost():
         traceback.print_exc()
         time.sleep(60)
 
+stalled = step
 if __name__ == "__main__":
+    if os.environ["MOMENT"] == "stalled":
+        os.dup2(os.pipe()[1], 2)
+        os.write(2, bytes(2**16))  # nobody reads
     atexit.register(print, "Python waits for threads")
     from jdp.__main__ import main
     sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("moment", ["import", "step", "lost"])
+@pytest.mark.parametrize("moment", ["import", "step", "lost", "stalled"])
 def test_ctrl_c_is_one_line(tmp_path, moment):
     (tmp_path / "own.py").write_text(INTERRUPTED)
-    done = python(
-        "own.py", "plan", f"own.py:{moment.replace('import', 'step')}", "--target", "cpu:2", cwd=tmp_path, MOMENT=moment
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    words = ["plan", f"own.py:{moment.replace('import', 'step')}", "--target", "cpu:2"]
+    done = python("own.py", *words, cwd=tmp_path, timeout=60, MOMENT=moment)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n" * (moment != "stalled"))
