@@ -59,7 +59,9 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
         rows = "\n".join(row.strip("│ ") for row in told.getvalue().splitlines()[1:]).lstrip("-\n")
         problem = " ".join(re.split(r"\n\W*\n", rows)[0].split()).removesuffix(" (required)")
         problem = re.sub(r"(?<=options: )[\w.]+=.*", r"\g<0>: write --KEY=VALUE", problem)
-        raise UsageError(f"{problem.rstrip('.')}; see jdp {name} --help") from None
+        unknown = problem.partition("Unrecognized options: ")[2].partition(",")[0]
+        hint = nearest(unknown, flags_of(options), cutoff=0.8) or f"; see jdp {name} --help"
+        raise UsageError(f"{problem.rstrip('.')}{hint}") from None
     paths = {field: user_path(value) for field, value in vars(parsed).items() if isinstance(value, Path)}
     return dataclasses.replace(parsed, **paths)
 

@@ -157,10 +157,8 @@ def _show(reports: "Sequence[PlanReport]", name: str, described: str, stem: str)
 
 def _target_row(report: "PlanReport") -> tuple[str, ...]:
     shown = report.choice or report.estimates[0]
-    fits, name = shown.fits_in_words, shown.name
-    if report.choice is None:
-        name = "–"
-        fits = "no" if any(estimate.error is None for estimate in report.estimates) else "did not compile"
+    none = "no" if any(estimate.error is None for estimate in report.estimates) else "did not compile"
+    name, fits = ("–", none) if report.choice is None else (shown.name, shown.fits_in_words)
     return (report.target, f"{report.devices:,}", name, fits, f"{shown.tokens:,}", *shown.speed_cells)
 
 

@@ -191,9 +191,8 @@ def _local_blocks(plan: Plan) -> list[int]:
 
 
 def _global_array(local: np.ndarray[Any, Any], plan: Plan, blocks: list[int]) -> jax.Array:
-    BatchUnit({"its batch shards": len(blocks)}).check(
-        local.shape[0], "the rows that a process feeds", microbatches=False
-    )
+    fed = "the rows that a process feeds (leave out a loader's last, shorter batch)"
+    BatchUnit({"its batch shards": len(blocks)}).check(local.shape[0], fed, microbatches=False)
     rows = local.shape[0] // len(blocks)
     shape = (rows * plan.batch_shards, *local.shape[1:])
 

@@ -152,7 +152,14 @@ def _check_collections(trained: PyTree) -> None:
 
 
 def report_placements(plan: Plan, state: TrainState) -> None:
-    """Report once the parameters that ZeRO cannot shard; under ddp, the rules that name `data`."""
+    """Report once axes and parameters that are not used or sharded; under ddp, the rules that name `data`."""
+    params = jax.tree.leaves(plan.param_placements(state.params, state.static))
+    used = {DATA, REPLICA}.union(axis for p in params for entry in p.compute for axis in axes_of(entry))
+    for axis in (axis for axis, size in plan.mesh.shape.items() if size > 1 and axis not in used):
+        notice(
+            f"no parameter is sharded over {axis}: its devices repeat each other's work, unless the loss divides "
+            f"activations over {axis}. Name it in Plan's rules, or leave these devices to data"
+        )
     if plan.mesh.shape[DATA] == 1:
         return
     if not plan.row.shard_state:
@@ -162,7 +169,6 @@ def report_placements(plan: Plan, state: TrainState) -> None:
                 f"replicated over {DATA}. Choose zero1, zero2 or zero3, or leave {DATA} out of the rule"
             )
         return
-    params = jax.tree.leaves(plan.param_placements(state.params, state.static))
     replicated = [p for p in params if p.dim is None]
     small = [p for p in replicated if "min_shard_size" in p.reason]
     indivisible = [p for p in replicated if p.is_indivisible]

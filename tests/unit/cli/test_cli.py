@@ -102,18 +102,13 @@ TWO_NODES = ("--nodes", "2", "--node-rank", "0", "--coordinator", "h:1")
 MISTAKES = {
     "unknown command": (["trian", "x.toml"], "jdp has no command 'trian'; did you mean train?"),
     "no command at all": (["version"], "jdp has no command 'version'; did you mean --version?"),
-    "no file": (
-        ["train"],
-        "Missing from jdp train: FILE Experiment: a TOML file, or the name of a shipped",
-    ),
+    "no file": (["train"], "Missing from jdp train: FILE Experiment: a TOML file, or the name of a shipped"),
     "two files": (["train", "a", "b"], "Unrecognized options: b; see jdp train --help"),
     "not a number": (["launch", "-n", "x", "--", "a.py"], "Error parsing -n/--processes: invalid literal for int()"),
     "no such file": (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
     "another command's option": (["prove", "FILE", "--no-cache"], "there is no option --no-cache here; see --help"),
-    "an unknown option": (
-        ["plan", "FILE", "--compare", "zero3"],
-        "--compare is not a key of the top level; --help ",
-    ),
+    "an unknown option": (["plan", "FILE", "--compare", "zero3"], "--compare is not a key of the top level; --help "),
+    "without keys": (["generate", "RUN", "--promt", "x"], "Unrecognized options: --promt, x; did you mean --prompt?"),
     "a key without dashes": (["train", "FILE", "train.steps=3"], "options: train.steps=3: write --KEY=VALUE; see jdp"),
     "a table": (["train", "FILE", "--mesh=4"], "--mesh must be a table; given 4: set its keys one by one"),
     "launch of a misspelt name": (["launch", "-n", "2", "--", "quickstrat"], "'quickstrat'; did you mean quickstart?"),

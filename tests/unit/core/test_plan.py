@@ -184,12 +184,14 @@ def test_the_bytes_foreseen_are_the_bytes_held(mesh, strategy):
 
 def test_unsharded_leaves_are_reported_once(reported):
     shapes = {"w": (64, 64), "odd": (33, 101), "b1": (64,), "b2": (64,), "b3": (64,), "b4": (64,)}
-    plan = jdp.Plan(jdp.make_mesh(), "zero2")
+    plan = jdp.Plan(jdp.make_mesh(data=4, model=2), "zero2")
     for _ in range(2):
         report_placements(plan, abstract(plan, shapes))
     assert reported() == [
-        "odd [33, 101]: no dimension divides by data=8, so every device holds all, 39.1 KiB with optimizer state, "
-        "81.2% of its state",
+        "no parameter is sharded over model: its devices repeat each other's work, unless the loss divides activations "
+        "over model. Name it in Plan's rules, or leave these devices to data",
+        "odd [33, 101]: no dimension divides by data=4, so every device holds all, 39.1 KiB with optimizer state, "
+        "72.2% of its state",
         "parameters of fewer than 1024 elements stay replicated, 1,024 bytes on every device: b1, b2, b3 and 1 more",
     ]
 
