@@ -145,8 +145,7 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: jax.Array, position: jax.Array | None = None) -> jax.Array:
         """Embed [batch, length] integers as [batch, length, width] in the table's dtype; None: positions 0, 1, ..."""
         table = self.tokens[...]
-        # A float32 lookup makes its transpose, a scatter-add over a token's occurrences, sum in float32: in bfloat16 it
-        # would add one term at a time and stop at 256. XLA fuses the cast into the lookup, without a copy.
+        # In float32, so that gradients are summed in float32, as in `look_up`.
         x = table.astype(jnp.float32)[tokens] if self.tied else look_up(table, tokens)
         if self.positions is not None:
             first = tokens.shape[1] if position is None else None
