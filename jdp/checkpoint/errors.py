@@ -123,7 +123,7 @@ def hush() -> Callable[[], None]:
         return record.levelno < logging.ERROR or _ORBAX not in record.pathname
 
     logger.addFilter(keep)
-    logging.getLogger("asyncio").addFilter(lambda record: not (record.exc_info and _has_orbax(record.exc_info[2])))
+    logging.getLogger("asyncio").addFilter(_is_of_others)  # one function, which is added once
     if (hook := sys.unraisablehook) not in _hooks:
 
         def report(unraisable: Any) -> None:
@@ -142,6 +142,10 @@ _hooks: list[Any] = []
 
 def _has_orbax(trace: TracebackType | None) -> bool:
     return any(_ORBAX in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and _has_orbax(record.exc_info[2]))
 
 
 def _reason(error: BaseException) -> str:

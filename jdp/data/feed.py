@@ -108,7 +108,7 @@ class Feed(Iterator[Batch]):
         # The thread holds no reference to this object, so an abandoned feed is collected, which stops the thread.
         args = (iter(loader), plan, self._queue, self._slots, stop)
         self._thread = threading.Thread(target=_run, args=args, name="jdp-feed", daemon=True)
-        self._stop = weakref.finalize(self, _halt, stop, self._slots)
+        self._stop = weakref.finalize(self, lambda stop, slots: (stop.set(), slots.release()), stop, self._slots)
         self._thread.start()
         _stops[self._thread] = self._stop
 
@@ -177,11 +177,6 @@ def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slot
             out.put(("batch", jax.tree.map(lambda x: _global_array(x, plan, blocks), arrays)))
     except BaseException as error:
         out.put(("error", error))
-
-
-def _halt(stop: threading.Event, slots: threading.Semaphore) -> None:
-    stop.set()
-    slots.release()
 
 
 def _local_blocks(plan: Plan) -> list[int]:
