@@ -59,7 +59,7 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._before.items():
+        for number, handler in self._before.items():  # None: JAX's own, which is C++
             signal.signal(number, signal.SIG_IGN if handler is None else handler)  # pyright: ignore[reportArgumentType]
         os.write(self._pipe[1], b"\0")
         self._thread.join(THREAD_SECONDS)  # a thread that returns from JAX while Python exits aborts the process

@@ -2,8 +2,8 @@
 
 It shares almost no code with the steps that it tests: only how a module is split and how a `Loss` is read. Each step
 has the key `fold_in(fold_in(rng, STEPS), batches consumed)`, so the proof also detects a fault that all strategies
-share. A step whose gradient is not finite changes nothing. The same program
-with `Noise` makes the shadows, which measure rounding (`jdp.prove.bounds`).
+share. A step whose gradient is not finite changes nothing. The same program with `Noise` makes the shadows, which
+measure rounding (`jdp.prove.bounds`).
 """
 
 import math

@@ -172,7 +172,7 @@ MISTAKES = {
     "an exception": (
         "own_step.py:other_function",
         [],
-        r"called:\n.*step.py.* in other.*\n.*raise.*\n  RuntimeError: no",
+        r"could not be called:\n.*own_step.py\", line \d+, in other_function\n.*raise.*\n  RuntimeError: no such",
     ),
     "its devices": ("devices.py:make_step", [], "imported:\n(.*\n)*Put the code .* devices, under if __name__"),
     "no step": ("own_step.py:not_a_step", [], r"not_a_step must return \(jitted step, .*; given dict: return the step"),
