@@ -13,7 +13,7 @@ import math
 import re
 import traceback
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +199,8 @@ def _stays_finite(before: PyTree, after: PyTree) -> jax.Array:
         name = next((end for end in ends if end in sums), ends[0])
         zeros = 0 * old, 0 * new
         sums[name] = (sums[name][0] + zeros[0], sums[name][1] + zeros[1]) if name in sums else zeros
-    finite = ((new.sum() == 0) | (old.sum() != 0) for old, new in sums.values())
-    return reduce(jnp.logical_and, finite, jnp.bool_(True))
+    old, new = (jnp.array([pair[i].sum() for pair in sums.values()], jnp.float32) for i in range(2))
+    return ((new == 0) | (old != 0)).all()
 
 
 def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -210,6 +210,6 @@ def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     depends on a value: otherwise XLA would multiply the squares by its square, which is zero.
     """
     tiny = jnp.where(step >= 0, jnp.float32(2.0**-100), jnp.float32(1))
-    square = optax.tree.norm(grads, squared=True)
-    scaled = optax.tree.norm(jax.tree.map(lambda g: g * tiny, grads), squared=True)
+    squares = jnp.array([[optax.tree.norm(x, squared=True) for x in (g, g * tiny)] for g in jax.tree.leaves(grads)])
+    square, scaled = jnp.maximum(squares, 0).sum(axis=0)
     return jnp.where(jnp.isinf(square), jnp.sqrt(scaled) / tiny, jnp.sqrt(square)), square
