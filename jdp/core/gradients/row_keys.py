@@ -197,8 +197,8 @@ def _impl(draws: RowDraws) -> Any:
 
     def split(words: jax.Array, shape: Shape) -> jax.Array:
         keys = jnp.stack(_hash(words, *counts(words, "random_split", shape)), axis=-1)
-        by_row = ("random_split", shape) in before
-        row_map = jnp.array([0, 1, rows], jnp.uint32) if by_row else words[2:]  # offset 0, stride 1, all rows
+        # A key of each row: offset 0, stride 1, all rows.
+        row_map = jnp.array([0, 1, rows], jnp.uint32) if ("random_split", shape) in before else words[2:]
         return jnp.concatenate([keys, jnp.broadcast_to(row_map, (*shape, 3))], axis=-1)
 
     def random_bits(words: jax.Array, bit_width: int, shape: Shape) -> jax.Array:
@@ -231,11 +231,10 @@ def _row_counts(words: jax.Array, shape: Shape, rows: int, before: int) -> tuple
     assert size < 2**32, f"a draw of {size} elements a row cannot be indexed"
     row = words[2] + words[3] * jnp.arange(rows, dtype=jnp.uint32)
     if before > 1:
-        row = (words[4] * jnp.arange(before, dtype=jnp.uint32)[:, None] + row).reshape(-1)
+        row = (words[4] * jnp.arange(before, dtype=jnp.uint32)[:, None] + row[None]).reshape(-1)
     high, low = (word[:, None] for word in _multiply(row, size))
-    index = low + jnp.arange(size, dtype=jnp.uint32)
-    carried = high + (index < low).astype(jnp.uint32)
-    return carried.reshape(shape), index.reshape(shape)
+    index = low + jnp.arange(size, dtype=jnp.uint32)[None]
+    return (high + (index < low).astype(jnp.uint32)).reshape(shape), index.reshape(shape)  # the sum may carry
 
 
 def _multiply(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
