@@ -14,7 +14,7 @@ import re
 import socket
 import time
 import tomllib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -124,12 +124,12 @@ def _claim(claim: Claim, toml: str) -> bool:
         check_same(folder, toml)  # again, now that no other process changes it
         if not _is_unused(folder):
             return False
-        if (folder / FILE).exists() and (differing := _differences(folder, toml)):
+        if (folder / FILE).exists() and (words := refused(changed(folder, toml), toml)):
             if not is_locked:  # the earlier visit may still run
-                raise ExperimentError(_other_experiment(folder, toml, differing))
+                raise ExperimentError(_other_experiment(folder, toml, words))
             warn(
                 f"{folder} was left before its first step was logged or saved, by a run of another experiment "
-                f"({'; '.join(differing)}): it is taken over"
+                f"({'; '.join(words)}): it is taken over"
             )
             for file in (folder / EVENT_LOGS).glob("rank-*.jsonl"):
                 file.unlink()
@@ -150,8 +150,8 @@ def check_same(folder: Path, toml: str) -> None:
     """Raise ExperimentError if the folder is not this experiment's (compared key by key), unused or missing."""
     if (folder / FILE).exists():  # without the lock's file a run may be alive
         is_unused = (folder / LOCK).exists() and _is_unused(folder)
-        if not is_unused and (differing := _differences(folder, toml)):
-            raise ExperimentError(_other_experiment(folder, toml, differing))
+        if not is_unused and (words := refused(changed(folder, toml), toml)):
+            raise ExperimentError(_other_experiment(folder, toml, words))
     elif folder.exists() and not folder.is_dir():
         raise ExperimentError(f"a run needs a folder; {folder} is a file: choose another `name` or --run-dir")
     elif folder.exists() and not _is_unused(folder):
@@ -209,8 +209,7 @@ def disk_trouble(folder: Path, began: Callable[[], bool]) -> Generator[None]:
             raise RunAgain(f"{message}; this may pass: run again to resume") from error
         if words is None:
             raise
-        fix = "make room, or choose another --run-dir, and run again to resume"
-        raise ExperimentError(f"{words}: {fix}") from error
+        raise ExperimentError(f"{words}: make room, or choose another --run-dir, and run again to resume") from error
 
 
 def record(toml: str, folder: Path) -> None:
@@ -219,12 +218,12 @@ def record(toml: str, folder: Path) -> None:
         replace_file(folder / FILE, toml)
 
 
-def _differences(folder: Path, toml: str) -> list[str]:
-    """Return the differences that may not occur between visits of a run. Raises ExperimentError."""
+def refused(pairs: Mapping[str, tuple[Any, Any]], toml: str) -> list[str]:
+    """Return the differences (of `differing`) from an experiment `toml` that may not occur between visits of a run."""
     constant = tomllib.loads(toml)["optimizer"]["schedule"] == "constant"
     return [
         f"{key} was {was!r}, is {now!r}"
-        for key, (was, now) in changed(folder, toml).items()
+        for key, (was, now) in pairs.items()
         if not (constant if key == "train.steps" else _may_differ(key, was, now))
     ]
 
@@ -245,23 +244,26 @@ def _may_differ(key: str, was: Any, now: Any) -> bool:
 
 
 def changed(folder: Path, toml: str) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> (recorded value, new value) for each difference; None for a missing key."""
+    """Return the differences of an experiment from the folder's. Raises ExperimentError."""
     file = folder / FILE
     try:
-        before = flat(tomllib.loads(file.read_text(encoding="utf-8")))
+        return differing(file.read_text(encoding="utf-8"), toml)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ExperimentError(
             f"{file} has the run's experiment, but cannot be read ({error}): choose another `name` or --run-dir"
         ) from None
-    now = flat(tomllib.loads(toml))
-    pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
-    return {key: (was, is_now) for key, (was, is_now) in pairs.items() if was != is_now}
 
 
-def _other_experiment(folder: Path, toml: str, differing: list[str]) -> str:
-    if [word.partition(" ")[0] for word in differing] != ["train.steps"]:
+def differing(before: str, toml: str) -> dict[str, tuple[Any, Any]]:
+    """Return dotted key -> (earlier value, new value) for each difference of two experiments; None: a missing key."""
+    was, now = (flat(tomllib.loads(text)) for text in (before, toml))
+    return {key: (was.get(key), now.get(key)) for key in sorted({*was, *now}) if was.get(key) != now.get(key)}
+
+
+def _other_experiment(folder: Path, toml: str, words: list[str]) -> str:
+    if [word.partition(" ")[0] for word in words] != ["train.steps"]:
         return (
-            f"{folder} holds a run of another experiment ({'; '.join(differing)}): choose another `name` (--name NEW) "
+            f"{folder} holds a run of another experiment ({'; '.join(words)}): choose another `name` (--name NEW) "
             "or --run-dir, or remove that folder"
         )
     was, now = changed(folder, toml)["train.steps"]

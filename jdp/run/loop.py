@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.deadline import Deadline
 from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
-from jdp.run.folder import CHECKPOINTS, Claim, changed, claimed, disk_trouble
+from jdp.run.folder import CHECKPOINTS, Claim, claimed, differing, disk_trouble, refused
 from jdp.run.metrics import check_installed
 from jdp.run.outputs import Display
 from jdp.run.progress import Progress, Record, checked_record
@@ -53,8 +53,7 @@ def run(
         _ = assembly.inputs.eval_sets, assembly.inputs.prompts  # report their errors before anything is written
         weights = InitialWeights.of(experiment.train)
         folder = root / experiment.name
-        has_checkpoints = any((folder / CHECKPOINTS).glob(f"*/{COMMITTED}"))
-        if weights is not None and not has_checkpoints:  # later the files may have been moved
+        if weights is not None and not any((folder / CHECKPOINTS).glob(f"*/{COMMITTED}")):  # later they may be moved
             weights.check(assembly.training.config)
         with disk_trouble(folder, lambda: stop.began), claimed(folder, assembly.toml) as claim:
             if experiment.train.export is not None:
@@ -123,8 +122,8 @@ def fresh(assembly: Assembly, weights: InitialWeights | None) -> Start:
     state = training.state()
     if weights is not None:
         state, weights_read = weights.load(state, training.config, training.plan)
-    progress = Progress.of(assembly.experiment.train, Record(fingerprint=assembly.inputs.data.fingerprint))
-    return Start(state, progress, weights_read)
+    record = Record(fingerprint=assembly.inputs.data.fingerprint, experiment=assembly.toml)
+    return Start(state, Progress.of(assembly.experiment.train, record), weights_read)
 
 
 def resumed(assembly: Assembly, saved: Checkpoints) -> Start | None:
@@ -140,15 +139,20 @@ def resumed(assembly: Assembly, saved: Checkpoints) -> Start | None:
         return None  # there were only copies in memory, and they are damaged, as reported
     folder, fingerprint = saved.directory.parent, assembly.inputs.data.fingerprint
     record = checked_record(values, saved.directory / str(int(state.consumed)))
-    if record.fingerprint != fingerprint:
-        keys = [f"{key} was {was!r}, is {now!r}" for key, (was, now) in changed(folder, assembly.toml).items()]
-        words = "".join(f"; {line}" for line in keys if line.startswith("data."))
+    # The folder has this experiment, but a mirror may have had another run's checkpoints.
+    if words := refused(pairs := differing(record.experiment, assembly.toml), assembly.toml):
         raise ExperimentError(
-            f"{folder} was trained on other data (fingerprint {record.fingerprint}, now {fingerprint}){words}: "
+            f"{saved.directory} has a checkpoint of another experiment ({'; '.join(words)}): give each run its own "
+            f"`name` and train.mirror, and remove {folder}"
+        )
+    if record.fingerprint != fingerprint:
+        data = [f"; {key} was {was!r}, is {now!r}" for key, (was, now) in pairs.items() if key.startswith("data.")]
+        raise ExperimentError(
+            f"{folder} was trained on other data (fingerprint {record.fingerprint}, now {fingerprint}){''.join(data)}: "
             "restore [data] as it was, or choose another `name`. The standard library's text differs between Python "
             "versions."
         )
-    progress = Progress.of(assembly.experiment.train, record)
+    progress = Progress.of(assembly.experiment.train, replace(record, experiment=assembly.toml))
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
     if progress.kept is not None and progress.kept.step and progress.kept.step not in saved.steps:
         warn(f"the best checkpoint, {progress.kept.step}, is missing: the next evaluation becomes the best")

@@ -43,6 +43,7 @@ class Record:
     evals: dict[str, _NaN] = field(default_factory=dict[str, float])  # of the last evaluation
     evaluated: int = 0  # step of the last evaluation
     fingerprint: str = ""  # of the data
+    experiment: str = ""  # every key, as TOML
     watched: Best = field(default_factory=lambda: Best("eval_loss"))  # for early stopping
     kept: Best | None = None  # the best evaluation with a checkpoint; None without `train.keep_best`
 

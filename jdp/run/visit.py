@@ -113,8 +113,7 @@ class Visit:
         results = summary(self.assembly, progress, self.folder)
         took_steps = progress.done > progress.resumed_from or not (self.folder / SUMMARY).exists()
         if took_steps and jax.process_index() == 0:
-            text = json.dumps(json_safe(results), indent=2, allow_nan=False)
-            replace_file(self.folder / SUMMARY, f"{text}\n")
+            replace_file(self.folder / SUMMARY, json.dumps(json_safe(results), indent=2, allow_nan=False) + "\n")
         if self.experiment.train.export is not None:
             with self.watch.during("export"):
                 say(export(self.assembly, state, progress, self.checkpoints, self.folder))

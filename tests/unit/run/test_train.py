@@ -100,19 +100,17 @@ def test_one_word_changes_the_strategy_not_the_losses(whole, experiment, capsys)
     """Bound: float32 sums in another order, as in test_equivalence."""
     code, _ = train(experiment, "--strategy", "ddp", "--train.accumulate", "1", "--json", runs="other")
     summary = json.loads(capsys.readouterr().out)
-    assert code == 0
+    assert code == 0 and summary["seconds"] > 0
     assert summary["final_loss"] == pytest.approx(rows(whole, "loss")[8], abs=5e-6)
     assert {"name": "points", "steps": 8, "devices": 8, "strategy": "ddp"}.items() <= summary.items()
     assert summary["final_eval_loss"] == pytest.approx(rows(whole, "eval_loss")[8], abs=5e-6)
-    assert summary["seconds"] > 0
 
 
 def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
     """Nothing is trained under the new word, so the folder's record keeps the old one."""
     before, recorded = tree(whole / "checkpoints"), (whole / "experiment.toml").read_bytes()
     code, folder = train(whole.parent.parent / "points.toml", "--json", "--strategy", "ddp")
-    shown = capsys.readouterr()
-    summary = json.loads(shown.out)
+    summary = json.loads((shown := capsys.readouterr()).out)
     assert (code, summary["steps"], summary["resumed_from"]) == (0, 8, 8)
     assert "has all of its 8 steps: nothing to do (--name NEW starts another run)" in shown.err
     assert summary["final_loss"] == rows(whole, "loss")[8] and list(rows(folder, "loss")) == list(range(1, 9))
@@ -145,9 +143,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_gets_one_error_and_no_folder(tmp_path, capsys, monkeypatch, case):
-    arguments, said = REFUSED[case]
+@pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=[*REFUSED])
+def test_bad_input_gets_one_error_and_no_folder(tmp_path, capsys, monkeypatch, arguments, said):
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("short")
     experiment = write_tiny(tmp_path, tables(train={"steps": 8, "batch_size": 16, "accumulate": 2}))
@@ -171,3 +168,6 @@ def test_refuses_to_resume_on_other_data(experiment, capsys):
     other = ("--run-dir", folder.parent, "--data.source", experiment.parent / "other.npz")
     error = refused(capsys, "train", experiment, *other)
     assert "was trained on other data" in error and "data.source was '" in error
+    file = folder / "experiment.toml"  # as if a mirror had another run's checkpoints
+    file.write_text(file.read_text().replace("\nseed = 0", "\nseed = 5"))
+    assert "of another experiment (seed was 0, is 5)" in refused(capsys, "train", experiment, *other[:2], "--seed", "5")
