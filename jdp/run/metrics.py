@@ -149,8 +149,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     rows, lines = list[dict[str, Any]](), file.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            rows.append((row := json.loads(line)) | {"step": row["step"]})
+        except (ValueError, TypeError, KeyError):  # other JSON too
             if number < len(lines):
                 raise UserError(
                     f"{file} must have a row of metrics in each line; line {number} has none: remove that line"
