@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from judged import judged
@@ -261,10 +262,8 @@ def of_state(state, update=lambda state: state):
 NARROWED = of_state({"m": jnp.zeros(3)}, lambda state: {"m": state["m"].astype(jnp.bfloat16)})
 CHANGES = r"keeps its structure, shapes and dtypes .* opt_state/m is float32\[3\] before an update and "
 NOT_CARRIED = {
-    **{
-        name: (optimizer(name), f"A step gives an optimizer .* raised ValueError: .*{REFUSED[name]}")
-        for name in REFUSED
-    },
+    **{key: (optimizer(key), f"A step gives an optimizer .* raised ValueError: .*{REFUSED[key]}") for key in REFUSED},
+    "labels": (optax.partition({"a": optax.sgd(1)}, nnx.State({"kernel": "a"})), "ValueError: .*, not nnx.State"),
     "a line search": (optax.lbfgs(1e-3), r"also needs grad, value_fn\. Leave out its cause, .*linesearch=None"),
     "text": (of_state({"mode": "fast"}), r"state holds arrays only; opt_state/mode is 'fast'\. Keep settings"),
     "a dtype that changes": (NARROWED, CHANGES + r"bfloat16\[3\] after"),

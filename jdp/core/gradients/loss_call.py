@@ -215,13 +215,10 @@ def trace_loss(
 def _written(path: str, adapter: Any) -> str:
     rule = "A parameter is changed by the optimizer alone;"
     if path in adapter.named:
-        return (
-            f"{rule} `wrt` selects {path}, and a call of the model writes it. Name the types that are trained: "
-            "wrt=(nnx.Param, ...)."
-        )
+        return f"{rule} `wrt` selects {path}, which a call writes. Name the trained types: wrt=(nnx.Param, ...)."
     return (
-        f"{rule} given a call of the model that writes {path}, an nnx.Param. If the first batch initialises it, make "
-        "that call in `init`. Else restore it after the call: layer.kernel.set_value(kernel)."
+        f"{rule} given a call of the model that writes {path}, an nnx.Param. Initialise it by a call in `init`; or, as "
+        "with nnx.SpectralNorm, take kernel = layer.kernel[...] before, and after it layer.kernel.set_value(kernel)."
     )
 
 

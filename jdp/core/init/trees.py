@@ -246,7 +246,7 @@ def _selected(paths: list[str], adapter: Any, wrt: Any) -> tuple[bool, ...]:
         selected = tuple(matches(path, patterns) for path in paths)
     elif adapter is None:
         raise UserError(
-            f"For a pytree, `wrt` is a path pattern or a sequence of them ('head/*'); given {wrt!r}. Write patterns."
+            f"For a pytree, `wrt` is a path pattern or several ('head/*'); given {described(wrt)}. Write patterns."
         )
     else:
         selected = flax_nnx.matches(adapter, paths, wrt)

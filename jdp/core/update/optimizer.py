@@ -62,7 +62,10 @@ def apply(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.A
 
 def first_state(tx: Any, params: PyTree) -> PyTree:
     """Return `tx.init(params)` with every leaf as a `jax.Array`."""
-    opt_state = tx.init(params)
+    try:
+        opt_state = tx.init(params)
+    except Exception as error:
+        raise UserError(_why_not(error, params)) from error
     for path, leaf in jax.tree.leaves_with_path(opt_state):
         if not isinstance(leaf, jax.Array | int | float | complex) and not hasattr(leaf, "__array__"):
             raise UserError(
@@ -101,16 +104,16 @@ def products(program: ClosedJaxpr) -> set[int]:
 
 
 def _why_not(error: Exception, params: PyTree) -> str:
-    """Describe the failure of an optimizer's update on shapes; jdp is not its cause."""
-    given = "A step gives an optimizer gradients, state, parameters and value= (the loss); this optimizer's update"
+    """Describe the failure of an optimizer on shapes; jdp is not its cause."""
+    given = "A step gives an optimizer gradients, state, parameters and value= (the loss); this optimizer"
     if isinstance(error, TypeError) and "missing" in str(error) and (missing := re.findall(r"'(\w+)'", str(error))):
         return f"{given} also needs {', '.join(missing)}. Leave out its cause, as in optax.lbfgs(linesearch=None)."
     *_, last = traceback.extract_tb(error.__traceback__)
     said = next(iter(str(error).splitlines()), "").rstrip(".")
     scalars = [path_of(path) for path, leaf in jax.tree.leaves_with_path(params) if not leaf.shape]
     return (
-        f"{given} raised {type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno}). Choose another "
-        "optimizer, for all parameters or for those that it cannot update (optax.multi_transform)."
+        f"{given} raised {type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno}). Give masks and "
+        "labels as functions of nested dicts, not nnx.State, or choose another optimizer (or optax.multi_transform)."
         + (f" Scalar parameters, which it may not update: {listed(scalars)}." if scalars else "")
     )
 
