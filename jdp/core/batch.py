@@ -68,8 +68,18 @@ def joined(x: jax.Array) -> jax.Array:
 
 
 def owned(leaf: Any) -> Any:
-    """Copy an array that is no `jax.Array`: on CPUs JAX may share its buffer, which a loader may write into again."""
-    return leaf if isinstance(leaf, jax.Array) else np.array(np.asarray(leaf))
+    """Copy an array that is no `jax.Array`: on CPUs JAX may share its buffer, which a loader may write into again.
+
+    Raises ValueError for integers that JAX's dtype for them cannot hold: JAX would take 2**32 for 0 without a word.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf
+    array = np.array(np.asarray(leaf))
+    if array.dtype.kind in "iu" and array.itemsize == 8:
+        taken = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+        if np.any(wrong := taken != array):
+            raise UserError(f"JAX holds {array.dtype} as {taken.dtype}; a batch has {array[wrong][0]}. Leave it out.")
+    return array
 
 
 def check_state(state: Any, call: str, batch: Any = None) -> None:

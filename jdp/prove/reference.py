@@ -22,6 +22,7 @@ from jdp.base.words import StrategyName
 from jdp.core import flax_nnx
 from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.gradients.loss_call import as_sums
+from jdp.core.gradients.loss_check import hashed
 from jdp.core.init.train_state import STEPS
 from jdp.core.init.trees import resolve
 from jdp.core.plan import Plan
@@ -130,7 +131,7 @@ def _with_noise(tree: PyTree, noise: Noise, *, of_sums: bool = False) -> PyTree:
         if of_sums:
             row = _rms(x, axis=-1) if x.ndim else jnp.abs(x)
             scale = jnp.where(x == 0, 0.0, scale + jnp.maximum(row, _rms(x)) + ELSEWHERE * everywhere)
-        return x + amplitude * _signs(seed, 2 * index + of_sums, x.shape) * scale
+        return x + amplitude * jnp.where(hashed(seed, 2 * index + of_sums, x.shape) < 0.5, 1, -1) * scale
 
     noisy = [add_noise(i, x).astype(leaf.dtype) for i, (x, leaf) in enumerate(zip(floats, leaves, strict=True))]
     return jax.tree.unflatten(treedef, noisy)
@@ -138,15 +139,6 @@ def _with_noise(tree: PyTree, noise: Noise, *, of_sums: bool = False) -> PyTree:
 
 def _rms(x: jax.Array, axis: int | None = None) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x), axis=axis, keepdims=True))
-
-
-def _signs(seed: Any, array: int, shape: tuple[int, ...]) -> jax.Array:
-    """Return ±1 for each element: a bit of MurmurHash3's 32-bit finalizer (Appleby 2011), faster to compile."""
-    x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-    x = x * jnp.uint32(0x9E3779B9) + jnp.asarray(seed, jnp.uint32) * jnp.uint32(0x7FEB352D) + jnp.uint32(array + 1)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ (x >> shift)) * jnp.uint32(factor)
-    return 1 - 2 * (x >> 31).astype(jnp.float32)
 
 
 def record_reference(reference: Reference, steps: int, begin: Callable[[str], None]) -> Record:

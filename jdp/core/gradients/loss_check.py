@@ -13,6 +13,7 @@ noise: with a head of zeros no row would make a difference. Last, all rows have 
 may compare rows of equal integers, such as a query's. A result that is not finite decides nothing.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -251,29 +252,19 @@ def moved_weights(params: PyTree, amount: jax.Array) -> PyTree:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         # constant arrays get more noise, because effects of several zeros (a head, the last scale of a block) multiply
-        noise, spread = _noise(number, x.shape), jnp.std(x)
+        noise, spread = np.sqrt(12) * (hashed(0, number, x.shape) - 0.5), jnp.std(x)
         return (x + size * jnp.where(spread > 0, 0.1 * spread + 0.02, 0.3) * noise).astype(x.dtype)
 
     return _map_numbered(moved, params)
 
 
-def _uniform(number: int, shape: tuple[int, ...]) -> jax.Array:
-    """Return a hash in [0, 1) of a number and each element's place: draws of jax.random compile ten times as long.
-
-    The hash is MurmurHash3's `fmix32` of each coordinate in turn (A. Appleby, 2011).
-    """
-    bits = jnp.zeros(shape, jnp.uint32)
-    for place in (number, *(jax.lax.broadcasted_iota(jnp.uint32, shape, dim) for dim in range(len(shape)))):
-        bits += jnp.uint32(place)
-        bits = (bits ^ bits >> 16) * jnp.uint32(0x85EBCA6B)
-        bits = (bits ^ bits >> 13) * jnp.uint32(0xC2B2AE35)
-        bits ^= bits >> 16
-    return (bits >> 8).astype(jnp.float32) / 2**24
-
-
-def _noise(number: int, shape: tuple[int, ...]) -> jax.Array:
-    """Return uniform noise of mean 0 and variance 1."""
-    return np.sqrt(12) * (_uniform(number, shape) - 0.5)
+def hashed(seed: Any, array: int, shape: tuple[int, ...]) -> jax.Array:
+    """Return numbers in [0, 1) by MurmurHash3's finalizer (Appleby 2011): jax.random's compile ten times as long."""
+    x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    x = x * jnp.uint32(0x9E3779B9) + jnp.asarray(seed, jnp.uint32) * jnp.uint32(0x7FEB352D) + jnp.uint32(array + 1)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return (x >> 8).astype(jnp.float32) / 2**24
 
 
 def _map_numbered(function: Callable[[int, jax.Array], jax.Array], tree: PyTree) -> PyTree:
@@ -284,12 +275,7 @@ def _map_numbered(function: Callable[[int, jax.Array], jax.Array], tree: PyTree)
 
 def rows_at(batch: Batch, numbers: np.ndarray, sharding: NamedSharding) -> Batch:
     """Return the rows of a batch with these numbers, [*numbers.shape, ...]."""
-
-    def taken(x: jax.Array) -> jax.Array:
-        rows = jax.lax.with_sharding_constraint(x[numbers.ravel()], sharding)
-        return rows.reshape(*numbers.shape, *x.shape[1:])
-
-    return jax.tree.map(taken, batch)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[numbers], sharding), batch)
 
 
 def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
@@ -300,10 +286,10 @@ def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
     size = jnp.minimum(amount, 1)
 
     def moved(number: int, x: jax.Array) -> jax.Array:
-        uniform, dtype = _uniform(number, x.shape), x.dtype
+        uniform, dtype = hashed(0, number, x.shape), x.dtype
         if jnp.issubdtype(x.dtype, jnp.floating):
             largest = jnp.max(jnp.abs(x), initial=0.0)
-            sizes = _uniform(2**31, (*x.shape[:2], *(1,) * (x.ndim - 2)))
+            sizes = hashed(0, 2**30, (*x.shape[:2], *(1,) * (x.ndim - 2)))
             x = x * (1 + size * (uniform - 0.5)) + size * 0.3 * largest * (1 - uniform)
             return (x * (1 + size * (sizes - 0.5))).astype(dtype)
         if x.dtype == jnp.bool_:
@@ -323,10 +309,10 @@ def drawn_like(tree: PyTree, shardings: PyTree, *, integers: int = 1, positive: 
     def drawn(number: int, like: Any) -> jax.Array:
         shape, dtype = like.shape, like.dtype
         if jnp.issubdtype(dtype, jnp.floating):
-            return (_uniform(number, shape) + 0.5 if positive else 0.3 * _noise(number, shape)).astype(dtype)
+            return (hashed(0, number, shape) + (0.5 if positive else -0.5)).astype(dtype)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return jnp.broadcast_to(jax.random.key(0), shape)
-        return (_uniform(number, shape) * (integers + 1)).astype(dtype)
+        return (hashed(0, number, shape) * (integers + 1)).astype(dtype)
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, traced_dtype(x)), tree)
     return jax.jit(lambda: _map_numbered(drawn, shapes), out_shardings=shardings)()

@@ -241,11 +241,9 @@ def _parameter_dims(shape: tuple[int, ...], parameter: Placement) -> tuple[int |
         fits = all(dim is not None or size == 1 for dim, size in zip(kept, shape, strict=True))
         return kept if fits and math.prod(shape) > 1 else None
 
-    def has_data(dims: tuple[int, ...]) -> bool:
-        return any(DATA in axes_of(spec_entry(parameter.rest, dim)) for dim in dims)
-
+    has_data = [DATA in axes_of(spec_entry(parameter.rest, dim)) for dim in range(len(full))]
     fitting = [dims for dims in combinations(range(len(full)), len(shape)) if tuple(full[d] for d in dims) == shape]
-    return max(fitting, key=has_data, default=None)
+    return max(fitting, key=lambda dims: any(has_data[dim] for dim in dims), default=None)
 
 
 def _select_dims(spec: PartitionSpec, dims: tuple[int | None, ...]) -> PartitionSpec:

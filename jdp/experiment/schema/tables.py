@@ -164,9 +164,7 @@ def tops(metrics: Sequence[str]) -> dict[str, int]:
     return {name: int(match[1]) for name in metrics if (match := _TOP.fullmatch(name))}
 
 
-def _measures(x: Any) -> bool:
-    """Return True if jdp's own loss gives the metrics."""
-    return x.kind != "own" and not x.loss.make
+_OWN_LOSS = OnlyFor("jdp's own losses, which are cross-entropies", lambda x: x.kind != "own" and not x.loss.make)
 
 
 class Train(Section):
@@ -196,7 +194,7 @@ class Train(Section):
     eval_batches: Batches = 10
     """Largest number of batches that an evaluation reads of each data set: always the same random ones; "all" = every
     example once."""
-    eval_metrics: Annotated[EvalMetrics, OnlyFor("jdp's own losses, which are cross-entropies", _measures)] = ()
+    eval_metrics: Annotated[EvalMetrics, _OWN_LOSS] = ()
     """Metrics besides the loss. Text: "perplexity", "bits_per_byte" (of UTF-8). Classes: "top5_accuracy" (or another
     number): how often the label is among the five most likely."""
     stop_after: Count = 0

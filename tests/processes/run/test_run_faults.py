@@ -231,8 +231,7 @@ with StopRequest() as stop:
 
 
 @pytest.mark.parametrize(
-    ("when", "words"),
-    [("compile", "before the first step there is nothing to"), ("second", "a second signal came")],
+    ("when", "words"), [("compile", "before the first step there is nothing to"), ("second", "a second signal came")]
 )
 @pytest.mark.default_ids("second-*")
 def test_leaving_at_once_without_the_main_thread(tmp_path, when, words):

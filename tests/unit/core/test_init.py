@@ -46,12 +46,7 @@ def reference():
 
 @pytest.mark.parametrize(
     ("strategy", "axes"),
-    [
-        ("zero3", {"data": 2}),
-        ("zero2", {"replica": 2, "data": 4}),
-        ("zero1", {"data": 8}),
-        ("ddp", {"data": 8}),
-    ],
+    [("zero3", {"data": 2}), ("zero2", {"replica": 2, "data": 4}), ("zero1", {"data": 8}), ("ddp", {"data": 8})],
 )
 @pytest.mark.default_ids("zero3-axes0", "zero1-axes2", "ddp-axes3")
 def test_initial_values_are_the_same_on_any_mesh(strategy, axes):

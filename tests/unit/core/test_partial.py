@@ -66,11 +66,7 @@ def test_frozen_leaves_have_no_optimizer_state(case):
         (init_tree, ["head/*", "x"], "must match a parameter; 'x' matches none of body/table, body/w, head/bias, head"),
         (init_tree, (), r"must leave something to train; \(\) matches none of"),
         (init_tree, nnx.LoRAParam, "For a pytree, `wrt` is a path pattern"),
-        (
-            init_module,
-            nnx.BatchStat,
-            r"must leave something to train; .*BatchStat.* matches none of base/bias",
-        ),
+        (init_module, nnx.BatchStat, r"must leave something to train; .*BatchStat.* matches none of base/bias"),
         (init_tree, None, "Every parameter that is trained must be floating point; body/table is int8. Freeze it"),
     ],
 )

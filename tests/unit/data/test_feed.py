@@ -76,7 +76,7 @@ def test_a_process_reads_its_devices_rows(blocks, expected, monkeypatch):
     assert jdp.process_rows(plan_of(data=4, model=2), 12) == expected
 
 
-def test_rows_that_do_not_divide_are_refused():
+def test_rows_that_do_not_divide_or_fit_are_refused():
     with pytest.raises(ValueError, match=r"by data=8; given 12: the nearest that fit: 8 or 16"):
         jdp.process_rows(plan_of(), 12)
     with pytest.raises(ValueError, match=r"its batch shards=8; given 12: the nearest that fit: 8 or 16") as error:
@@ -85,6 +85,8 @@ def test_rows_that_do_not_divide_are_refused():
     assert [entry.name for entry in error.traceback][1:] == ["__next__"], "one frame of jdp below the loop's"
     with pytest.raises(ValueError, match=r"share their leading dimension, the examples; given .*a scalar"):
         next(jdp.shard_batches([{"x": np.float32(1)}], plan_of()))
+    with pytest.raises(ValueError, match="JAX holds int64 as int32; a batch has 4294967296"):
+        next(jdp.shard_batches([{"x": np.full(8, 2**32)}], plan_of()))
 
 
 @pytest.mark.parametrize("kind", ["numpy", "memory map"])

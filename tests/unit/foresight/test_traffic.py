@@ -173,9 +173,7 @@ def test_only_what_is_trained_has_gradients_to_reduce(strategy, accumulate):
 
 
 @pytest.mark.parametrize(
-    ("config", "strategy"),
-    [(GPT, "ddp"), *(case[:2] for case in CASES if case[2] == 4)],
-    ids=named,
+    ("config", "strategy"), [(GPT, "ddp"), *(case[:2] for case in CASES if case[2] == 4)], ids=named
 )
 @pytest.mark.default_ids("gpt-zero3", "mlp-ddp", "mlp-zero1", "mlp-zero2")
 def test_what_runs_in_the_loop_over_the_microbatches(config, strategy):
@@ -192,9 +190,7 @@ def test_what_runs_in_the_loop_over_the_microbatches(config, strategy):
 
 
 @pytest.mark.parametrize(
-    ("config", "strategy", "accumulate"),
-    [(MLP, "zero1", 1), (MLP, "ddp", 4), (GPT, "zero3", 4)],
-    ids=named,
+    ("config", "strategy", "accumulate"), [(MLP, "zero1", 1), (MLP, "ddp", 4), (GPT, "zero3", 4)], ids=named
 )
 @pytest.mark.default_ids("mlp-zero1-1")
 def test_classes_add_up_to_the_allocations(config, strategy, accumulate):
