@@ -162,6 +162,11 @@ def _permuted(
 # Reading.
 
 
+def part_numbers(grid: Grid, leaf: Any) -> set[int]:
+    """Return the numbers of the parts that the shards of a leaf in this process need."""
+    return {number for box in _boxes(leaf) for number, _, _ in _overlaps(grid, box)}
+
+
 def assembled(grid: Grid, leaf: Any, parts: Mapping[int, np.ndarray]) -> Any:
     """Return the array of these parts (number -> bytes) with a leaf's sharding; a NumPy array for a NumPy leaf."""
     shape = tuple(leaf.shape)
@@ -226,8 +231,7 @@ class Generation:
 
     def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Fetch the parts of these arrays, and read them onto the leaves. Raises DamagedError on every process."""
-        boxes = [(self._grids[path], box) for path, leaf in wanted.items() for box in _boxes(leaf)]
-        needed = {number for grid, box in boxes for number, _, _ in _overlaps(grid, box)}
+        needed = {number for path, leaf in wanted.items() for number in part_numbers(self._grids[path], leaf)}
         if problem := self._fetch(needed - self._fetched.keys()):
             raise DamagedError(f"The state in memory is damaged: {problem}.", problem)
         with ThreadPoolExecutor(_THREADS) as pool:

@@ -102,12 +102,15 @@ def collectives(text: str | Program) -> list[Collective]:
             return [replace(c, loops=(times, *c.loops)) for times, c in runs]
         branches = list(map(of_computation, step.callees))
         if step.kind == "conditional":
-            largest = max(branches, key=lambda branch: sum(c.wire_bytes for c in branch))
-            return [replace(c, in_conditional=True) for c in largest]
+            return [replace(c, in_conditional=True) for c in max(branches, key=total_wire_bytes)]
         inside = [c for each in branches for c in each]
         return [replace(c, name=step.name, is_async=overlaps(step)) for c in inside] if step.is_start else inside
 
     return list(of_computation(program.entry))
+
+
+def total_wire_bytes(counted: Iterable[Collective]) -> float:
+    return sum((c.wire_bytes for c in counted), 0.0)
 
 
 def traffic(counted: Iterable[Collective]) -> dict[str, int]:
