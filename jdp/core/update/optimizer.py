@@ -200,7 +200,7 @@ def _stays_finite(before: PyTree, after: PyTree) -> jax.Array:
         name = next((end for end in ends if end in sums), ends[0])
         zeros = 0 * old, 0 * new
         sums[name] = (sums[name][0] + zeros[0], sums[name][1] + zeros[1]) if name in sums else zeros
-    old, new = (jnp.array([pair[i].sum() for pair in sums.values()], jnp.float32) for i in range(2))
+    old, new = (jnp.array([abs(pair[i].sum()).astype(jnp.float32) for pair in sums.values()]) for i in (0, 1))
     return ((new == 0) | (old != 0)).all()
 
 
