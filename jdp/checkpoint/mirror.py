@@ -2,7 +2,7 @@
 
 A thread of process 0 uploads committed checkpoints, and deletes copies that the directory's policy does not keep. The
 commit file is uploaded last and deleted first, so a partial copy never counts. A start downloads the newest copy if it
-is newer than the local checkpoints.
+is newer than the local checkpoints. Before its first save no other copies are deleted: it may only read, or be refused.
 """
 
 import contextlib
@@ -67,6 +67,7 @@ class Mirror:
                 fix = "fix that (pip install 'jdp[s3]' or 'jdp[gcs]'?), or remove the mirror"
                 return f"a mirror must be readable; {self._address} is not: {error!r}; {fix}"
             self._say(f"it cannot be read ({error!r}); using the checkpoints in {self._directory}")
+        self._opened = self._here()
         self._thread.start()
         return ""
 
@@ -105,8 +106,7 @@ class Mirror:
                     return
 
     def _here(self) -> dict[int, bytes]:
-        steps = committed_steps(self._directory)
-        return {step: (self._directory / str(step) / COMMITTED).read_bytes() for step in steps}
+        return {n: (self._directory / f"{n}/{COMMITTED}").read_bytes() for n in committed_steps(self._directory)}
 
     def _update(self, _: bool) -> dict[int, bytes]:
         """Upload missing checkpoints, newest first; delete those that the policy drops. Return the local ones."""
@@ -119,9 +119,9 @@ class Mirror:
         for step in sorted((step for step in kept & here.keys() if there.get(step) != here[step]), reverse=True):
             self._send(step, files.get(step, ()))
         self.sending = None
-        for step in files.keys() - kept:
-            damaged = step > newest and (self._directory / f"{DAMAGED}{step}").exists()  # the next start fetches it
-            if step < newest or (step in self._known and not damaged):  # other later steps are another machine's
+        own = {step for step in self._known - here.keys() if not (self._directory / f"{DAMAGED}{step}").exists()}
+        for step in files.keys() - kept:  # later ones are another machine's; a start fetches a damaged one again
+            if step in own or (step < newest and here != self._opened):
                 self._remove(step, files[step])
         return here
 

@@ -37,7 +37,8 @@ def address(request):
 def test_a_fresh_machine_fetches_the_newest_copy(address, tmp_path, capsys):
     options = {"keep": 1, "keep_every": 3, "best": "loss"}
     assert train(tmp_path / "one", address, (1, 2, 3, 4), **options) is None
-    assert copies(address) == whole(2, 3, 4), "what is deleted here is deleted there"
+    assert [train(tmp_path / "reader", address, (), keep=1) for _ in range(2)] == [4, 4]
+    assert copies(address) == whole(2, 3, 4), "what is deleted here is deleted there, and nothing by a reader"
     assert train(tmp_path / "two", address, (5,), **options) == 4
     assert f"mirror {address}: fetched checkpoint 4" in capsys.readouterr().err
     assert copies(address) == whole(2, 3, 5), "the directory's policy holds for copies of lost machines"
