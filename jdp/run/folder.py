@@ -163,7 +163,7 @@ def check_same(folder: Path, toml: str) -> None:
 def _is_unused(folder: Path) -> bool:
     """Return True if it has only the files of a visit's start: no row of metrics, no checkpoint, no other file."""
     known = (FILE, f"{FILE}.new", LOCK, JSONL, CHECKPOINTS, EVENT_LOGS, LOGS)
-    paths = {path.name: path for path in folder.iterdir() if not path.name.startswith(f"{EVENTS}.out.tfevents.")}
+    paths = {path.name: path for path in folder.iterdir() if not path.match(f"{EVENTS}.*tfevents.*")}
     rows, checkpoints = paths.get(JSONL), paths.get(CHECKPOINTS)
     has_rows = rows is not None and (not rows.is_file() or rows.stat().st_size > 0)
     has_checkpoints = checkpoints is not None and (not checkpoints.is_dir() or any(checkpoints.iterdir()))
@@ -175,7 +175,7 @@ def _discard_unused(folder: Path) -> None:
     with contextlib.suppress(OSError):
         if not _is_unused(folder):
             return
-        events, logs = folder.glob(f"{EVENTS}.out.tfevents.*"), (folder / EVENT_LOGS).glob("rank-*.jsonl")
+        events, logs = folder.glob(f"{EVENTS}.*tfevents.*"), (folder / EVENT_LOGS).glob("rank-*.jsonl")
         names = (JSONL, f"{FILE}.new", FILE, LOCK)  # the files that mark a run's folder come last
         for file in (*events, *logs, *(folder / name for name in names)):
             file.unlink(missing_ok=True)

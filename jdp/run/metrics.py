@@ -32,7 +32,7 @@ from jdp.base.notices import warn
 
 JSONL = "metrics.jsonl"
 EVENTS = "events"
-"""TensorBoard files are EVENTS.out.tfevents.*"""
+"""TensorBoard files are EVENTS.*tfevents.*"""
 TRACKERS, SAMPLES = "trackers.json", "samples"
 """The file with the runs' names in W&B, and the folder of [sample]."""
 CLOSE_SECONDS = 60.0
@@ -70,9 +70,10 @@ class Metrics:
             replace_file(file, "".join(json.dumps(row) + "\n" for row in rows))
             last = [row for row in rows if row["step"] == resumed_step]
         self._jsonl = file.open("a+b")
-        # tensorboardX names files by the second and overwrites them. TensorBoard reads them in the order of names.
-        visits = sum(1 for _ in folder.glob(f"{EVENTS}.out.tfevents.*"))
-        self._events = writer(str(folder / EVENTS), filename_suffix=f".visit{visits:06d}")
+        # tensorboardX names files by the second and overwrites them. TensorBoard reads them in the order of names: here
+        # that of visits, whatever the clocks of machines say; the names of earlier versions, `events.out`, come first.
+        visits = sum(1 for _ in folder.glob(f"{EVENTS}.*tfevents.*"))
+        self._events = writer(str(folder / f"{EVENTS}.visit{visits:06d}"))
         self._event_file: Any = vars(self._events)["_py_recordio_writer"]  # its owner leaves it open on a full disk
         # TensorBoard forgets this step and later ones, as by tensorboardX's `purge_step`.
         start = {"status": messages.SessionLog.START}

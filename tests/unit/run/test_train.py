@@ -55,7 +55,7 @@ def test_writes_what_it_promises(whole):
     assert saved_steps(whole) == [3, 6, 8]
     text = (whole / "experiment.toml").read_text()
     assert "checkpoint_every = 3" in text and "weight_decay" in text  # as resolved: defaults too
-    assert list(whole.glob("events.out.tfevents.*"))
+    assert list(whole.glob("events.*tfevents.*"))
 
 
 def test_the_events_and_the_goodput_of_a_run(whole):
