@@ -91,8 +91,7 @@ def test_a_penalty_counted_several_times_is_refused(factor, needs_rows, partitio
 
 
 def weighed(params, batch, rng):
-    weight = batch["weight"].sum()
-    return jdp.Loss(squares(params, batch) + penalty(params) * weight, weight)
+    return jdp.Loss(squares(params, batch) + penalty(params) * batch["weight"].sum(), batch["weight"].sum())
 
 
 def contrastive(params, batch, rng):
@@ -117,8 +116,7 @@ def zero_block(params, batch, rng):
 
 def mean_of_weighted_rows(params, batch, rng):
     """A mean over rows as long as every row weighs 1."""
-    rows = batch["weight"].shape[0]
-    return jdp.Loss(squares(params, batch) / batch["weight"].sum() * rows, jnp.float32(rows))
+    return jdp.Loss(squares(params, batch) / batch["weight"].mean(), jnp.float32(len(batch["weight"])))
 
 
 def grouped(params, batch, rng):
@@ -143,6 +141,8 @@ def test_the_last_rows_differ_in_integers_alone():
     moved, equal = (moved_rows(rows, jnp.float32(amount)) for amount in (1, 2))
     np.testing.assert_array_equal(moved["x"], equal["x"])
     assert len(np.unique(moved["group"])) > 1 == len(np.unique(equal["group"]))
+    for x in moved_rows([np.full((2, 4), *ones) for ones in ((1, bool), (1, int), (255, "uint8")) * 20], jnp.ones(())):
+        assert any((x[0] - x[1].astype(int)).reshape(2, 2).sum(axis).any() for axis in (0, 1)), "equal sums of halves"
 
 
 @pytest.mark.parametrize("loss", [grouped, *FOUND], ids=lambda loss: loss.__name__)
