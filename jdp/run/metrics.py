@@ -71,7 +71,7 @@ class Metrics:
             last = [row for row in rows if row["step"] == resumed_step]
         self._jsonl = file.open("a+b")
         # tensorboardX names files by the second and overwrites them. TensorBoard reads them in the order of names: here
-        # that of visits, whatever the clocks of machines say; the names of earlier versions, `events.out`, come first.
+        # that of visits, whatever the clocks of machines say.
         visits = sum(1 for _ in folder.glob(f"{EVENTS}.*tfevents.*"))
         self._events = writer(str(folder / f"{EVENTS}.visit{visits:06d}"))
         self._event_file: Any = vars(self._events)["_py_recordio_writer"]  # its owner leaves it open on a full disk

@@ -286,7 +286,7 @@ def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
     size = jnp.minimum(amount, 1)
 
     def moved(number: int, x: jax.Array) -> jax.Array:
-        uniform, dtype = hashed(53_999, number, x.shape), x.dtype  # gives masks of 4 rows unequal sums in both sets
+        uniform, dtype = hashed(53_999, number, x.shape), x.dtype  # the sums of 4-row masks differ between both sets
         if jnp.issubdtype(x.dtype, jnp.floating):
             largest = jnp.max(jnp.abs(x), initial=0.0)
             sizes = hashed(53_999, 2**30, (*x.shape[:2], *(1,) * (x.ndim - 2)))
