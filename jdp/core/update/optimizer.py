@@ -188,8 +188,8 @@ def _stays_finite(before: PyTree, after: PyTree) -> jax.Array:
     A parameter and the optimizer's leaves that mirror it share a sum, which XLA computes from the old state. With a sum
     for each leaf XLA keeps their shared terms: under ddp the stacked gradients of Llama 3 8B's layers, 23 GiB.
 
-    The sums are compared as an array, because XLA repeats a chain of scalars in each kernel that uses its end: then a
-    program grows with the square of its parameters. A sum over an array is not repeated.
+    The sums are compared as an array. XLA repeats a chain of scalars in each kernel that uses its end, so a program
+    would grow with the square of its parameters. A sum over an array is not repeated.
     """
     sums = dict[tuple[str, tuple[int, ...]], tuple[jax.Array, jax.Array]]()
     for (path, old), new in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
