@@ -16,7 +16,7 @@ may compare rows of equal integers, such as a query's. A result that is not fini
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -118,18 +118,28 @@ class Trial:
 
         def run(params: PyTree, model_state: PyTree, batch: Batch, amount: jax.Array) -> Any:
             sets = moved_rows(rows_at(batch, numbers, replicated), amount)
-            operands = working_copy(collectives, moved_weights(params, amount))
+            operands = working_copy(collectives, params)
             return function(lambda rows: loss(operands, model_state, rows, its_key), sets)
 
-        arguments = self.state.params, self.state.model_state, self.batch
+        params, *others = self.state.params, self.state.model_state, self.batch
         with jax.default_matmul_precision("highest"):  # GPUs would take TF32
-            traced = jax.jit(run, out_shardings=replicated).trace(*arguments, jnp.float32(0))
+            traced = jax.jit(run, out_shardings=replicated).trace(params, *others, jnp.float32(0))
             if traced.jaxpr.effects:
                 raise UntriedError("it prints or calls back, which a trial would do too")
             if any(isinstance(x, Tracer) for x in traced.jaxpr.consts):
                 raise UntriedError("it closes over a value of the traced function around it: pass that in the batch")
             program = traced.lower().compile()
-        return lambda moved: jax.device_get(program(*arguments, jnp.float32(moved)))
+        return lambda amount: jax.device_get(program(self._moved if amount else params, *others, jnp.float32(amount)))
+
+    @cached_property
+    def _moved(self) -> PyTree:
+        """The parameters plus noise: weights such as zeros hide that rows change each other."""
+
+        def moved(number: int, x: jax.Array) -> jax.Array:
+            y = _with_noise(x, jnp.uint32(number))
+            return jax.device_put(y, x.sharding) if getattr(x, "committed", False) else y
+
+        return _map_numbered(moved, self.state.params)
 
 
 def _mixtures(forward: Callable[[Batch], tuple[Sums, PyTree]], sets: Batch) -> Sums:
@@ -244,21 +254,16 @@ def _report_metric(name: str, gap: Any, scale: Any) -> None:
         )
 
 
-def moved_weights(params: PyTree, amount: jax.Array) -> PyTree:
-    """Return parameters, plus noise if `amount` is not 0: weights such as zeros hide that rows change each other."""
-    size = jnp.minimum(amount, 1)
-
-    def moved(number: int, x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        # constant arrays get more noise, because effects of several zeros (a head, the last scale of a block) multiply
-        noise, spread = math.sqrt(12) * (hashed(0, number, x.shape) - 0.5), jnp.std(x)
-        return (x + size * jnp.where(spread > 0, 0.1 * spread + 0.02, 0.3) * noise).astype(x.dtype)
-
-    return _map_numbered(moved, params)
+@jax.jit  # once for each shape: in the trial's program it would be compiled for each parameter
+def _with_noise(x: jax.Array, number: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    # constant arrays get more noise, because effects of several zeros (a head, the last scale of a block) multiply
+    noise, spread = math.sqrt(12) * (hashed(0, number, x.shape) - 0.5), jnp.std(x)
+    return (x + jnp.where(spread > 0, 0.1 * spread + 0.02, 0.3) * noise).astype(x.dtype)
 
 
-def hashed(seed: Any, array: int, shape: tuple[int, ...]) -> jax.Array:
+def hashed(seed: Any, array: Any, shape: tuple[int, ...]) -> jax.Array:
     """Return numbers in [0, 1) by MurmurHash3's finalizer (Appleby 2011): jax.random's compile ten times as long."""
     x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
     x = x * jnp.uint32(0x9E3779B9) + jnp.asarray(seed, jnp.uint32) * jnp.uint32(0x7FEB352D) + jnp.uint32(array + 1)
