@@ -23,6 +23,7 @@ from flax.core.meta import Partitioned
 from flax.linen.spmd import LogicallyPartitioned, logical_to_mesh_axes
 from flax.nnx.spmd import get_var_pspec
 from flax.traverse_util import unflatten_dict
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jdp.base.errors import UserError
@@ -124,11 +125,15 @@ def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[
     """Call `init` and read the sharding metadata of its parameters; the current rules translate logical names.
 
     NNX variables keep their metadata, but the plan shards them. linen's boxes (`nn.Partitioned`) are replaced by their
-    values.
+    values. Traced arrays that are plain attributes become data: Flax 0.12 only recognises arrays that are not traced.
     """
     with nnx.use_eager_sharding(False):
         model = init(rng)
     if isinstance(model, nnx.Module):
+        for module in [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Pytree)]:
+            for name, value in vars(module).items():
+                if isinstance(value, Tracer):
+                    setattr(module, name, nnx.data(value))
         return model, metadata(model)
     is_box = lambda leaf: isinstance(leaf, Partitioned)  # noqa: E731
     specs: list[tuple[str, PartitionSpec]] = []
@@ -171,7 +176,8 @@ def split(model: Any, wrt: Any = None) -> tuple[Any, Any, Adapter | None]:
             name, fix = "/".join(map(str, path)), "Make it a plain attribute of the module"
             raise UserError(f"A variable of the model holds arrays; {name} holds {leaf!r}. {fix}.")
     model_state = jax.tree.map(jnp.asarray, nested(state))
-    shapes = {path: _shape(leaf) for path, leaf in variables.items()}
+    shape = lambda x: jax.typeof(x) if hasattr(x, "dtype") else x  # noqa: E731
+    shapes = {path: with_value(leaf, jax.tree.map(shape, value_of(leaf))) for path, leaf in variables.items()}
     averages = ((*path, name) for path, _ in _batch_norms(model) for name in ("mean", "var"))
     synchronised = frozenset("/".join(map(str, path)) for path in averages)
     return params, model_state, Adapter(structure_of(graphdef), graphdef, shapes, synchronised, others)
@@ -222,12 +228,6 @@ def _flat(module: nnx.Module) -> Flat:
 def value_of(leaf: Any) -> Any:
     """Return the array of a variable, or an array that is a plain attribute."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def _shape(leaf: Any) -> Any:
-    """Return the leaf with shapes instead of its arrays."""
-    shapes = jax.tree.map(lambda x: jax.typeof(x) if hasattr(x, "dtype") else x, value_of(leaf))
-    return leaf.replace(shapes) if isinstance(leaf, nnx.Variable) else shapes
 
 
 def is_model_state(variable: Any) -> bool:

@@ -36,7 +36,7 @@ class Odd(nnx.Module):
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
-        self.table = nnx.data(jnp.arange(FEATURES, dtype=jnp.float32))
+        self.table = jnp.arange(FEATURES, dtype=jnp.float32)
         self.frozen = nnx.Dropout(0.5, deterministic=True)
 
     def __call__(self, x):
