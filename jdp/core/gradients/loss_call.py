@@ -218,7 +218,8 @@ def _written(path: str, adapter: Any) -> str:
         return f"{rule} `wrt` selects {path}, which a call writes. Name the trained types: wrt=(nnx.Param, ...)."
     return (
         f"{rule} given a call of the model that writes {path}, an nnx.Param. Initialise it by a call in `init`; or, as "
-        "with nnx.SpectralNorm, take kernel = layer.kernel[...] before, and after it layer.kernel.set_value(kernel)."
+        "nnx.SpectralNorm and WeightNorm need, set it back: kernel = layer.kernel[...] before the call of the norm, "
+        "layer.kernel.set_value(kernel) after it."
     )
 
 
