@@ -166,7 +166,7 @@ def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Che
     if progress.kept is not None and progress.kept.step in saved.steps:
         step = progress.kept.step
     target, fresh, dtype = folder / EXPORT, folder / f".{EXPORT}.new", experiment.train.export_dtype
-    there = _mark(target)
+    there = {} if progress.done > progress.resumed_from else _mark(target)  # a checkpoint may be written anew
     if from_every_process("what was exported", f"{there.get('step')} {there.get('dtype')}")[0] == f"{step} {dtype}":
         return f"{target} has the model of step {step}"
     if step != progress.done:

@@ -34,9 +34,8 @@ def test_a_run_that_goes_back_loses_nothing(tmp_path, process, refused, capsys):
         saved = jdp.Checkpoints(tmp_path, keep=None)
     state, _ = saved.restore(target(), 2)
     assert weight_of(state) == 2 and saved.steps == [1, 2, 3, 4], "who only reads changes nothing"
-    with pytest.raises(
-        jdp.CheckpointError, match=rf"never replaced.* has 3, 4, and the new step is {refused}.*go_back\(2\)"
-    ):
+    words = rf"never replaced.* has 3, 4, and the new step is {refused}.*go_back\(2\)"
+    with pytest.raises(jdp.CheckpointError, match=words):
         saved.save(at(int(refused[0]), 33.0))
     saved.go_back(2)
     saved.save(at(3, 33.0))

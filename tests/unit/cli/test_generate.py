@@ -187,6 +187,10 @@ def test_a_run_exports_once_until_it_continues(trained, capsys):
     assert exported_step(folder) == 5
     as_bf16 = ("--train.steps", "5", "--train.keep_best", "false", "--train.export_dtype", "bf16")
     assert train(file, *as_bf16, runs="copy")[0] == 0
+    exported = weights.read_bytes()
+    shutil.rmtree(folder / "checkpoints" / "5")
+    assert train(file, *as_bf16, "--train.batch_size", "8", runs="copy")[0] == 0
+    assert exported_step(folder) == 5 and weights.read_bytes() != exported, "the same step, trained again"
     assert json.loads((folder / "export" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert weights.stat().st_size < 0.6 * before.st_size
     assert sorted(path.name for path in folder.glob(".export*")) == []
