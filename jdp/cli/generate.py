@@ -71,8 +71,7 @@ def run(arguments: list[str]) -> int:
         from jdp.cli.text_model import find_model
         from jdp.models.decode import Draw
 
-        chosen = {"step": options.step, "plugin": options.plugin, "tokenizer": options.tokenizer}
-        found = find_model(options.model, options.run_dir, **chosen)
+        found = find_model(options.model, options.run_dir, options.step, options.plugin, options.tokenizer)
         draw = Draw.checked(found.config.vocab_size, options.temperature, options.top_k, options.top_p)
         tokenizer = found.tokenizer
         encoded = [tokenizer.opened(tokenizer.encode(prompt)).tolist() for prompt in prompts]
@@ -81,8 +80,8 @@ def run(arguments: list[str]) -> int:
         import jax
 
         device = jax.devices()[0]
-        model = found.load(device)
-        print(f"jdp: {found.name}, {length} tokens at most, on one {device.device_kind}", file=sys.stderr)
+        model, name = found.load(device)
+        print(f"jdp: {name}, {length} tokens at most, on one {device.device_kind}", file=sys.stderr)
 
     from jdp.models.decode import stream
 
@@ -92,7 +91,7 @@ def run(arguments: list[str]) -> int:
         drawn = stream(model, tokens, length=length, draw=draw, rng=key, longest=longest)
         texts.append(_written(prompt, tokens, drawn, tokenizer, quiet=options.json))
     if options.json:
-        print(as_json.dumps({"model": found.name, "texts": texts}))
+        print(as_json.dumps({"model": name, "texts": texts}))
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,6 +24,7 @@ from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.config import NAME as CONFIG
 from jdp.checkpoint.safetensors.config import gpt_config_from_hf
 from jdp.checkpoint.safetensors.transfer import import_safetensors
+from jdp.checkpoint.upkeep import read_newest
 from jdp.core.init.train_state import abstract_state
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import DATA
@@ -48,12 +50,11 @@ BEST = "best"
 class TextModel:
     config: GPTConfig
     tokenizer: Tokenizer
-    name: str  # the folder and the step, for messages
-    load: Callable[[Device], GPT]  # reads the weights
+    load: Callable[[Device], tuple[GPT, str]]  # reads the weights; with the folder and the step, for messages
 
 
 def find_model(
-    place: str, runs: Path, *, step: str | None = None, plugin: str | None = None, tokenizer: str | None = None
+    place: str, runs: Path, step: str | None = None, plugin: str | None = None, tokenizer: str | None = None
 ) -> TextModel:
     """Return the model of an export or a run, by its folder or by its name in `runs`, without the weights.
 
@@ -72,7 +73,7 @@ def find_model(
         )
     config = _on_any_device(gpt_config_from_hf(folder))
     opened = open_tokenizer(tokenizer or str(folder))
-    return TextModel(config, opened, str(folder), lambda device: _imported(folder, config, device))
+    return TextModel(config, opened, lambda device: (_imported(folder, config, device), str(folder)))
 
 
 def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
@@ -80,10 +81,7 @@ def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
     names, target = names_of(folder, config), _abstract(config, device)
     stored = next(iter(files.read(folder).values())).dtype
     if stored == jnp.bfloat16 and device.platform != "cpu":
-        params = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, stored, sharding=leaf.sharding), target.params
-        )
-        target = replace(target, params=params)
+        target = replace(target, params=jax.tree.map(lambda leaf: leaf.update(dtype=stored), target.params))
     return import_safetensors(folder, target, names=names).model
 
 
@@ -106,13 +104,19 @@ def _of_run(place: str, runs: Path, step: str | None, plugin: Mapping[str, str],
     chosen = _best(experiment, folder / CHECKPOINTS, there) if step == BEST else step
     if chosen is not None and chosen not in map(str, saved):
         raise ExperimentError(f'--step must be a checkpoint of {folder}, {there}, or "{BEST}"; given {chosen}')
-    path = folder if chosen is None else folder / CHECKPOINTS / chosen
-    name = f"{folder}, step {chosen or saved[-1]}"
     try:
         opened = open_tokenizer(tokenizer or experiment.data.tokenizer)
     except ValueError as error:
         raise ExperimentError(f"{error}; if it was moved, give its folder (--tokenizer FOLDER)") from error
-    return TextModel(config, opened, name, lambda device: _restored(path, experiment, config, device))
+
+    def load(device: Device) -> tuple[GPT, str]:
+        read = partial(_restored, experiment=experiment, config=config, device=device)
+        if chosen is not None:
+            return read(folder / CHECKPOINTS / chosen), f"{folder}, step {chosen}"
+        newest, model = read_newest(folder / CHECKPOINTS, lambda source: read(source.folder), aside=False)
+        return model, f"{folder}, step {newest}"
+
+    return TextModel(config, opened, load)
 
 
 def _experiment(folder: Path, plugin: Mapping[str, str]) -> Experiment:

@@ -27,12 +27,8 @@ def files_of_at_most(size):
 def small_disk(folder, size="900k", inodes=0):
     """A file system of its own; remounts read-only on demand. Only root may."""
     folder.mkdir()
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes}", "tmpfs", folder], capture_output=True
-        ).returncode
-    ):
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes}", "tmpfs", folder]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("this process may not mount a file system")
     try:
         yield lambda mode: subprocess.run(["mount", "-o", f"remount,{mode}", folder], check=True)

@@ -92,6 +92,9 @@ def test_a_tokenizer_that_was_moved_is_named(trained, capsys, tmp_path):
     assert "has no tokenizer.json: copy it there" in refused(capsys, "generate", run / "export", *given)
     exported = written(capsys, run / "export", *given, "--tokenizer", folder / "export")
     assert exported == written(capsys, folder / "export", *given)
+    (run / "checkpoints" / "4" / "checkpoint.json").write_text("{}")
+    said = written(capsys, run, *given, "--tokenizer", "bytes", "--json")
+    assert json.loads(said)["model"] == f"{run}, step {saved_steps(folder)[-2]}", "the step that is read"
 
 
 def test_an_export_is_the_best_checkpoint(trained, capsys):
