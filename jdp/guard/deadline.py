@@ -27,6 +27,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, MutableMapping
 from pathlib import Path
@@ -250,7 +251,7 @@ class Deadline:
             os.write(2, f"{who}deadline: {words} {end}".encode())
             with contextlib.suppress(Exception):  # last, because the log's disk may hang
                 event = {"doing": position.doing, "step": position.step, "words": words}
-                self.on_expired(event | {"behind": behind, "stack": main_stack()})
+                self.on_expired(event | {"behind": behind, "stack": stuck_stack(position.doing)})
             leave_after_failure(TRY_AGAIN)
         finally:
             os._exit(TRY_AGAIN)
@@ -320,15 +321,17 @@ def _known(texts: Mapping[int, str]) -> Known:
     return {rank: Position(*json.loads(text)[:-1]) for rank, text in texts.items()}
 
 
-def main_stack() -> list[str]:
-    """Return the stack of the main thread, innermost first: "jdp/run/loop.py:120 in _loop"."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
-    stack: list[str] = []
-    while frame is not None and len(stack) < 40:
-        file = "/".join(Path(frame.f_code.co_filename).parts[-3:])
-        stack.append(f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return stack
+def stuck_stack(doing: str) -> list[str]:
+    """Return a stack, innermost first: "jdp/run/loop.py:120 in _loop".
+
+    While the main thread waits for data, it is the stack of a thread that reads a sample.
+    """
+    stacks: dict[int, list[str]] = {}
+    for thread, top in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
+        calls = [(Path(frame.f_code.co_filename).parts[-3:], frame) for frame, _ in traceback.walk_stack(top)]
+        stacks[thread] = [f"{'/'.join(file)}:{frame.f_lineno} in {frame.f_code.co_name}" for file, frame in calls[:40]]
+    reading = [stack for stack in stacks.values() if any("jdp/data/batches.py" in call for call in stack)]
+    return reading[0] if reading and doing == "waiting for data" else stacks[threading.main_thread().ident or 0]
 
 
 def set_xla_timeout(environment: MutableMapping[str, str], seconds: float) -> str | None:

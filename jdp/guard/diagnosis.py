@@ -183,7 +183,7 @@ def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | N
         rank, event = deadlines[0]
         behind = [one for one in event.get("behind") or [] if isinstance(one, int)]
         words, frames = [f"It hung: {event.get('words')}"], [str(frame) for frame in event.get("stack") or []]
-        own = next((frame for frame in frames if "jax/" not in frame and "<" not in frame), None)
+        own = next((frame for frame in frames[1:] if "jax/" not in frame and "<" not in frame), None)
         words += [f"Process {rank} was in {frames[0]}, called from {own}."] if own else []
         return "deadline", behind[0] if behind else None, words
     silent = [seen for seen in last if not seen.left]

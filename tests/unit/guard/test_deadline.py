@@ -1,10 +1,13 @@
 """The deadline: how long, who is named, and that it ends a process whose main thread cannot."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from coordination import Store
 
 import jdp
 from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
+from jdp.data.batches import sample_at
 from jdp.guard import deadline as module
 from jdp.guard.deadline import DEVICES, Deadline, Position, set_xla_timeout, whereabouts
 
@@ -61,6 +64,16 @@ def test_how_long_a_step_may_take(monkeypatch):
     assert Deadline(0, 0).limit is None
     with pytest.raises(ValueError, match=r"given seconds=-1, first_seconds=3600\.0\. Give 300"):
         jdp.Deadline(-1)
+
+
+def test_the_reader_of_a_sample_is_shown_while_the_loop_waits_for_data():
+    class Samples(list):
+        def __getitem__(self, index):
+            return {doing: " ".join(module.stuck_stack(doing)) for doing in ("waiting for data", DEVICES)}
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting, stepping = pool.submit(sample_at, Samples([0]), 0, 0).result().values()
+    assert "in __getitem__ jdp/data/batches.py" in waiting and "batches.py" not in stepping
 
 
 @pytest.mark.parametrize("other", ["stopped", "saving", "left", "lives"])

@@ -48,18 +48,14 @@ def test_early_stop_is_the_same_after_resumes(file, capsys):
     summary = summary_of(capsys)
     assert code == 0 and (summary["steps"], summary["stopped_early"]) == (3, True) and saved_steps(folder) == [3]
     assert summary["best"]["step"] == 1
-    with stopped_at(2):
-        assert train(file, *patience, name="twice")[0] == 130
-    capsys.readouterr()
-    train(file, *patience, name="twice")
-    assert summary_of(capsys)["steps"] == 3
+    for name, step in (("twice", 2), ("late", 3)):  # the stop at 3 comes before the evaluation that ends the run
+        with stopped_at(step):
+            assert train(file, *patience, name=name)[0] == 130
+        capsys.readouterr()
+        train(file, *patience, name=name)
+        assert summary_of(capsys)["steps"] == 3
     train(file, *patience, name="twice")
     assert "all of its 3 steps, stopped early: nothing to do" in capsys.readouterr().err
-    with stopped_at(3):  # the stop comes before the evaluation that ends the run
-        assert train(file, *patience, name="late")[0] == 130
-    capsys.readouterr()
-    train(file, *patience, name="late")
-    assert summary_of(capsys)["steps"] == 3
     longer = [*patience[:4], "--train.stop_after", "4", "--json"]
     train(file, *longer, name="twice")
     assert summary_of(capsys)["steps"] == 5, "more patience goes on"
@@ -143,14 +139,11 @@ def test_a_resumed_run_may_have_another_batch_size(file):
     code, folder = train(file, "--train.batch_size", "8")
     large, small = Assembly.on_devices(load(file, {})), Assembly.on_devices(load(file, {"train.batch_size": "8"}))
     state, losses = large.training.state(), {}
-    with large.inputs.train_feed(0, 0) as feed:
-        for step in (1, 2, 3):
-            state, metrics = large.training.step(state, next(feed))
-            losses[step] = float(metrics["loss"])
-    with small.inputs.train_feed(6, 48) as feed:  # the seventh batch of 8, had all had 8
-        for step in (4, 5, 6):
-            state, metrics = small.training.step(state, next(feed))
-            losses[step] = float(metrics["loss"])
+    for assembly, start in ((large, (0, 0)), (small, (6, 48))):  # 6: the seventh batch of 8, had all had 8
+        with assembly.inputs.train_feed(*start) as feed:
+            for _ in range(3):
+                state, metrics = assembly.training.step(state, next(feed))
+                losses[len(losses) + 1] = float(metrics["loss"])
     assert code == 0 and rows(folder, "loss") == losses and set(rows(folder, "weight").values()) == {16, 8}
     with Checkpoints(folder / "checkpoints") as saved:
         assert saved.restore(small.training.abstract_state)[1]["samples"] == 72
