@@ -242,7 +242,7 @@ def _check_match(
     unread = f", skip the leaf (ignore=({_path_in_field(path)!r},))" if params_only and path not in wanted else ""
     raise CheckpointError(
         f"A checkpoint is restored into the same model and optimizer; {has}. Nothing is cast or reshaped: build the "
-        f"saved model{unread}, or choose another checkpoint ({len(differing)} of {len(saved)} leaves differ)."
+        f"saved model{unread}, or choose another checkpoint ({len(differing)} leaves differ)."
     )
 
 

@@ -82,14 +82,14 @@ class InitialWeights:
     def load(self, state: TrainState, config: Any, plan: Plan) -> tuple[TrainState, str]:
         """Return the state with these parameters and a new optimizer state, and a line that names them."""
         path = _safetensors(self.place)
-        if path is None:
-            read = restore_params(self.name, state, missing=LORA)
-        else:
-            try:
+        try:
+            if path is None:
+                read = restore_params(self.name, state, missing=LORA)
+            else:
                 names = names_of(path, config) if _is_hugging_face(path, config) else None
                 read = import_safetensors(path, state, names=names, missing=LORA)
-            except ValueError as error:  # of another architecture too
-                raise ExperimentError(f"train.init_from: {error}") from error
+        except ValueError as error:  # of another architecture too
+            raise ExperimentError(f"train.init_from: {error}") from error
         before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
         fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
         message = f"parameters from {self.name}"

@@ -181,9 +181,9 @@ class Train(Section):
     """Parameters to train: a path pattern such as "*/lora_*" (`*` matches slashes too), or an array of patterns. The
     others are frozen and have no gradients or optimizer state. none = all."""
     init_from: PathText | None = None
-    """Initial parameters: the folder of a run (its newest checkpoint), a checkpoint, a .safetensors file or a folder
-    with model.safetensors, under jdp's or Hugging Face's names. Missing LoRA parameters start fresh, missing tokens as
-    the mean of the others. Paths as in data.source; none = random."""
+    """Initial parameters: the folder of a run (its newest checkpoint, not the average of ema_decay), a checkpoint, a
+    .safetensors file or a folder with model.safetensors, under jdp's or Hugging Face's names. Missing LoRA
+    parameters start fresh, missing tokens as the mean of the others. Paths as in data.source; none = random."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
     wandb: Annotated[str, Field(min_length=1)] | None = None
