@@ -120,7 +120,7 @@ class Record:
         if weak := [name for name in names if self._is_weak(name)]:
             return (
                 f"in {len(weak)} of {len(names)} parameters, such as {weak[0]}, the bound is more than a tenth of the "
-                "change in these steps: an error of that size would pass; --precision fp32 tightens the bound",
+                "change in these steps: an error of that size would pass. In bf16, --precision fp32 tightens the bound",
             )
         return ()
 

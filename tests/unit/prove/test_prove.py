@@ -319,6 +319,7 @@ def test_a_wide_bound_is_noted(change, is_weak):
     record.close()
     notes = ["in 1 of 1 parameters, such as params/a, the bound is more than a tenth of the change in these steps"]
     assert [note.partition(":")[0] for note in record.notes()] == notes * is_weak
+    assert all("In bf16, --precision fp32" in note for note in record.notes())
 
 
 def test_an_experiment_is_proven_as_it_is(scikit_learn, monkeypatch):
