@@ -30,7 +30,7 @@ from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.model import HF
 from jdp.guard.diagnosis import LOGS
-from jdp.launch.events import EVENT_LOGS
+from jdp.launch.events import EVENT_LOGS, read
 from jdp.run.metrics import EVENTS, JSONL, replace_file
 
 FILE = "experiment.toml"
@@ -99,9 +99,9 @@ def claimed(folder: Path, toml: str) -> Generator[Claim]:
 
     Only process 0 writes; the others wait for it.
 
-    A folder without a logged or saved step belongs to no run. A visit that fails earlier (weights that do not fit, too
-    little memory) removes it. If a visit is killed earlier, the next visit takes the folder over, even for another
-    experiment, so that a corrected command works.
+    A folder without a logged or saved step belongs to no run. A visit that fails before a step (weights that do not
+    fit, too little memory) removes it. If a visit ends later or is killed, the next visit takes the folder over, even
+    for another experiment, so that a corrected command works.
     """
     with Claim(folder, toml) as claim:
         fresh = jax.process_index() == 0 and _claim(claim, toml)
@@ -109,7 +109,8 @@ def claimed(folder: Path, toml: str) -> Generator[Claim]:
         try:
             yield claim
         except BaseException:
-            if fresh:
+            events = read(folder / EVENT_LOGS / "rank-00000.jsonl") if fresh else []
+            if fresh and not any(event["event"] == "step" for event in events):  # else `jdp why` reads them
                 _discard_unused(folder)
             raise
 
