@@ -19,12 +19,11 @@ def test_draws_hash_each_elements_64_bit_index():
     offset, stride, size = 858_993_458, 1, 5  # rows 858,993,458 .. 461: the second crosses 2**32 within itself
     draws = RowDraws(4, ((("random_bits", (4, size)), 1),))
     with jax.numpy_rank_promotion("raise"):  # as some users have it
-        drawn = np.asarray(jax.random.bits(draws.key(KEY, offset=offset, stride=stride, total=2**31), (4, size)))
-    for row in range(4):
-        for column in range(size):
-            index = (offset + stride * row) * size + column
-            first, second = jexr.threefry_2x32(jax.random.key_data(KEY), np.uint32([index >> 32, index & 0xFFFFFFFF]))
-            assert int(drawn[row, column]) == int(first) ^ int(second)
+        row_keys = lambda key: draws.key(key, offset=offset, stride=stride, total=2**31)  # noqa: E731
+        drawn = jax.jit(lambda key: jax.random.bits(row_keys(key), (4, size)))(KEY)
+    index = (offset + stride * np.arange(4)[:, None]) * size + np.arange(size)
+    words = jexr.threefry_2x32(jax.random.key_data(KEY), np.uint32([index >> 32, index & 0xFFFFFFFF]))
+    np.testing.assert_array_equal(drawn, np.bitwise_xor(*np.asarray(words)))
     assert offset * size < 2**32 < (offset + 1) * size + size
 
 

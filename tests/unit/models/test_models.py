@@ -286,10 +286,11 @@ def test_the_draws_are_those_of_generate(draw):
 def test_draws_are_among_the_likeliest():
     """Of 0.5, 0.3, 0.15, 0.05: with top_p = 0.7 the first two, with 0.4 and less the first alone."""
     logits = jnp.log(jnp.tile(jnp.array([[0.15, 0.5, 0.05, 0.3]]), (200, 1)))
-    for top_p, tokens in ((1.0, {0, 1, 2, 3}), (0.9, {0, 1, 3}), (0.7, {1, 3}), (0.4, {1}), (1e-6, {1})):
-        assert {*Draw(1.0, top_p=top_p)(logits, KEY).tolist()} == tokens
-    drawn = Draw(1.0, top_p=0.7)(logits, KEY)
-    assert 0.5 < float(jnp.mean(drawn == 1)) < 0.75  # 0.5 / 0.8, give or take three standard deviations
-    for top_k, tokens in ((None, {0, 1, 2, 3}), (3, {0, 1, 3}), (1, {1})):
-        assert {*Draw(50.0, top_k=top_k)(logits, KEY).tolist()} == tokens  # nearly uniform
-    assert jnp.any(drawn != Draw(1.0, top_p=0.7)(logits, jax.random.key(4)))
+    nucleus = {1.0: {0, 1, 2, 3}, 0.9: {0, 1, 3}, 0.7: {1, 3}, 0.4: {1}, 1e-6: {1}}
+    cases = {Draw(1.0, top_p=top_p): tokens for top_p, tokens in nucleus.items()}
+    cases |= {Draw(50.0, top_k=k): tokens for k, tokens in ((None, {0, 1, 2, 3}), (3, {0, 1, 3}), (1, {1}))}  # uniform
+    draw = jit(lambda key: [case(logits, key) for case in cases])
+    drawn, other = (np.asarray(draw(key)) for key in (KEY, jax.random.key(4)))
+    assert [{*tokens.tolist()} for tokens in drawn] == [*cases.values()]
+    assert 0.5 < (drawn[2] == 1).mean() < 0.75  # 0.5 / 0.8, give or take three standard deviations
+    assert np.any(drawn[2] != other[2])
