@@ -20,14 +20,15 @@ pytestmark = pytest.mark.usefixtures("quick_mirror")
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 import jax, jax.numpy as jnp
 import jdp
+from storage_servers import copies
 
 with jdp.Checkpoints(sys.argv[1], mirror=sys.argv[2]) as saved:
     saved.save({"w": jnp.full(1000, 1.0)}, {"step": 1}, step=1)
     saved.wait()
-    __import__("time").sleep(3)
+    while copies(sys.argv[2]) != {1: True}: time.sleep(0.1)
     put = saved._mirror._fs.put
     saved._mirror._fs.put = lambda here, there: (put(here[:3], there[:3]), os.kill(os.getpid(), signal.SIGKILL))
     saved.save({"w": jnp.full(1000, 2.0)}, {"step": 2}, step=2)

@@ -57,7 +57,7 @@ try:
         os.write(pipe, bytes(4096))
 except BlockingIOError:
     pass
-limit = deadline.Deadline(3, 60)
+limit = deadline.Deadline(2, 60)
 loop = watch.Watch(log, limit)
 with limit:
     loop.deadline.step(1)
@@ -69,7 +69,7 @@ def test_a_hanging_disk_does_not_silence_the_deadline(tmp_path):
     """Before it has passed, a note that the process is alive hangs in the log."""
     done = python("-c", HANGING_DISK, tmp_path / "log", timeout=60)
     assert done.returncode == 75, done.stderr
-    assert "deadline: After step 1, its next step did not end in 3 seconds." in done.stderr
+    assert "deadline: After step 1, its next step did not end in 2 seconds." in done.stderr
     assert "in event" in done.stderr, "the stacks have the thread that hangs"
 
 
