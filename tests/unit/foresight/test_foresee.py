@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from tiny_experiment import SMALL
 
 import jdp
 from jdp.cli import main as cli
@@ -16,30 +17,12 @@ from jdp.cli import main as cli
 pytestmark = pytest.mark.aot
 
 
-EXPERIMENT = """
-name = "small"
-strategy = "zero1"
-precision = "bf16"
-[model]
-name = "gpt-nano"
-layers = 1
-width = 256
-heads = 4
-kv_heads = 4
-positions = "learned"
-activation = "gelu"
-[data]
-length = 64
-[train]
-steps = 10
-batch_size = 16
-"""
 DIGITS = """
 name = "digits"
 strategy = "zero1"
 [model]
 name = "mlp"
-hidden = [512, 512]
+hidden = [512]
 [data]
 source = "digits"
 [train]
@@ -55,7 +38,7 @@ PROMISED |= {"theory_wire_bytes_per_device", "exposed_fraction", "step_seconds",
 def folder(tmp_path_factory):
     """Two experiment files, and a cache of its own that the module's tests share."""
     path = tmp_path_factory.mktemp("foresee")
-    (path / "small.toml").write_text(EXPERIMENT)
+    (path / "small.toml").write_text(SMALL)
     (path / "digits.toml").write_text(DIGITS)
     return path
 

@@ -71,7 +71,8 @@ def largest(proof):
 
 def test_every_strategy_and_a_resume_are_proven():
     reports = []
-    proof = run(steps=2, devices=2, strategy="zero1", progress=lambda *args: reports.append(args))
+    tx = optax.sgd(3e-3, momentum=0.9)
+    proof = run(tx=tx, steps=2, devices=2, strategy="zero1", progress=lambda *args: reports.append(args))
     assert proof.equal, str(proof)
     settings = itertools.product(("2 devices", "1 device"), ("ddp", "zero1", "zero2", "zero3"), (1, 2))
     wanted = [f"{name} {devices} K={k}" for devices, name, k in settings]
