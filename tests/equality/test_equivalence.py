@@ -34,14 +34,10 @@ MODELS = {
     "mlp": MLPConfig(features_in=16, hidden=(64,), features_out=8, dropout=0.1),
 }
 CASES = (
-    *(
-        ("mlp", "ddp", "auto", 1),
-        ("mlp", "ddp", "manual", 4),
-        ("mlp", "zero1", "auto", 4),
-        ("mlp", "zero1", "manual", 1),
-    ),
-    *(("mlp", "zero2", "auto", 1), ("mlp", "zero2", "manual", 4), ("mlp", "zero3", "auto", 4)),
-    *(("mlp", "zero3", "manual", 1), ("gpt-scanned", "zero2", "auto", 4), ("gpt-scanned", "zero3", "manual", 4)),
+    *(("mlp", "ddp", "auto", 1), ("mlp", "ddp", "manual", 4), ("mlp", "zero1", "auto", 4)),
+    *(("mlp", "zero1", "manual", 1), ("mlp", "zero2", "auto", 1), ("mlp", "zero2", "manual", 4)),
+    *(("mlp", "zero3", "auto", 4), ("mlp", "zero3", "manual", 1)),
+    *(("gpt-scanned", "zero2", "auto", 4), ("gpt-scanned", "zero3", "manual", 4)),
     *(("gpt-unrolled", "zero3", "auto", 4), ("qwen", "zero3", "manual", 1)),
 )
 """`test_training_properties` draws the other products of settings."""
@@ -97,7 +93,9 @@ def reference(name):
 
 
 @pytest.mark.parametrize(("name", "strategy", "partitioning", "accumulate"), CASES)
-@pytest.mark.default_ids("mlp-*", "gpt-scanned-zero3-manual-4")
+@pytest.mark.default_ids(
+    "mlp-ddp-manual-4", "mlp-zero1-auto-4", "mlp-zero2-auto-1", "mlp-zero3-manual-1", "gpt-scanned-zero3-manual-4"
+)
 def test_equals_one_device(name, strategy, partitioning, accumulate):
     losses, params = train(name, strategy, partitioning, accumulate, devices=8)
     expected_losses, expected_params = reference(name)

@@ -44,7 +44,7 @@ same = functools.partial(assert_close, rtol=1e-6, atol=2e-6)
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("name", ALIKE)
-@pytest.mark.default_ids("grain_loader-zero3", "private-ddp")
+@pytest.mark.default_ids("grain_loader-zero3")
 def test_four_devices_learn_what_one_learns(name, strategy):
     plan = plan_of(strategy, 4, min_shard_size=0)
     measured, models = story(name).train(plan)
