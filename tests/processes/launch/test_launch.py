@@ -192,7 +192,7 @@ signal.signal(signal.SIGINT, lambda number, _: got.append(number))
 signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
 open(f"{sys.argv[1]}/pid.{rank}", "w").write(f"{os.getpid()}\\n")
 while not got: time.sleep(0.02)
-time.sleep(0.2 + rank)  # saving takes one of them longer
+time.sleep(0.2 + rank / 2)  # saving takes one of them longer
 print("saved after", got)
 sys.exit(75)
 """
