@@ -207,7 +207,6 @@ def test_draws_equal_one_device(case, setting, tmp_path):
 @pytest.mark.default_ids(
     "Case(rows=16, model='nnx', state='norm')*",
     "Case(inputs='tokens', layers=2, stacked=True, noise='layer_fold', optimizer='adamw')*",
-    "Case(noise='dropout')*",
 )
 def test_kept_cases_equal_one_device(case, setting, tmp_path):
     """An evaluation has no noise, and no term went wrong in one: those cases are left without. Pytrees of equal

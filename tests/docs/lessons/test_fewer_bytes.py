@@ -26,6 +26,7 @@ def started():
 
 
 @pytest.mark.parametrize("wire", lesson.WIRES)
+@pytest.mark.default_ids("None", "int8")
 def test_bytes_are_the_formula_s(started, wire):
     plan, start = started
     # eight scalars, the loss's too, and two sums for each parameter whose update is checked

@@ -27,7 +27,7 @@ def tried(each: Entry):
 
 
 @pytest.mark.parametrize("each", SUMS, ids=repr)
-@pytest.mark.default_ids("criteo", "ctc", "diffusion")
+@pytest.mark.default_ids("ctc", "diffusion")
 def test_the_trial_accepts_a_sum(each):
     assert tried(each).partitioning == "manual"
 
