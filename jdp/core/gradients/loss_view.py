@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import Literal
 
 import jax
+from jax.core import eval_context
 from jax.extend.core import Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
@@ -104,7 +105,7 @@ def _finding_on_drawn_values(trial: Trial, rows: int) -> str | None:
     rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), trial.spec.placements)
     replicated = jax.tree.map(lambda _: plan.replicated, state.model_state)
     shardings = jax.tree.map(lambda _: plan.batch_sharding, trial.batch)
-    with jax.ensure_compile_time_eval():
+    with eval_context():  # `jax.ensure_compile_time_eval` would compile each constant of the loss by itself
         params, variables = drawn_like(state.params, rest), drawn_like(state.model_state, replicated, positive=True)
         drawn = replace(trial, state=replace(state, params=params, model_state=variables))
         for integers in (1, 9, 99):

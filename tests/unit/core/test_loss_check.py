@@ -157,7 +157,6 @@ def test_mixing_losses_see_all_rows_or_are_refused(loss):
 
 
 @pytest.mark.parametrize("is_traced", [False, True], ids=["values", "in jit"])
-@pytest.mark.default_ids("values")
 def test_values_that_hide_what_rows_do_hide_nothing(is_traced):
     """A head of zeros, and weights that are all 1: inside of `jit` weights and rows are drawn."""
 
