@@ -146,12 +146,10 @@ class _Examination:
 
         def give_up() -> None:
             found = f"not done after {self.options.timeout:g} seconds: a process, a device or a link hangs"
-            mend = "check fewer hosts at a time to find it; jdp doctor --timeout 120 if starting takes longer"
-            if what == "all-reduce":
-                mend += (
-                    "; on GPUs try NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_IB_DISABLE=1, one at a time, and "
-                    "NCCL_DEBUG=INFO"
-                )
+            mend = (
+                "check fewer hosts at a time to find it; jdp doctor --timeout 120 if starting takes longer; on GPUs "
+                "try NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_IB_DISABLE=1, one at a time, and NCCL_DEBUG=INFO"
+            )
             self.findings.append(Finding(what, "wrong", found, mend))
             self._report()
             os._exit(1)

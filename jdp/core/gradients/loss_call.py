@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
@@ -97,6 +98,7 @@ class LossForm:
     gathers_rows: bool  # it calls `jdp.gather_rows`
     metrics: dict[str, tuple[int, ...]]  # the shapes of its metrics' totals, by name
     aux: PyTree  # the shapes of its aux; () without `has_aux`
+    weight: float | None  # `Loss.weight`, if it depends on shapes alone
     statistics: tuple[str, ...] = ()  # paths of model state, except batch norms' averages, that a training call changes
     is_averaged: bool = False  # the first is floating point, so the devices' values can be averaged
 
@@ -195,7 +197,8 @@ def trace_loss(
             raise UserError(f"{rule} given {dtype}, which has no gradient. Return a sum that depends on the weights.")
         shapes = {name: total.shape for name, (total, _) in sums.metrics.items()}
         aux = jax.tree.map(jnp.asarray, aux)
-        forms.append(LossForm(not isinstance(value, Loss), bool(gathered), shapes, jax.tree.map(shape_of, aux)))
+        weight = float(value.weight) if isinstance(value, Loss) and not isinstance(value.weight, Tracer) else None
+        forms.append(LossForm(not isinstance(value, Loss), bool(gathered), shapes, jax.tree.map(shape_of, aux), weight))
         return sums, aux, after, set_params, set_state
 
     jaxpr, shapes = jax.make_jaxpr(within(call), return_shape=True)(

@@ -93,10 +93,9 @@ def _finding(trial: Trial, rows: int) -> str | None:
     trains = trial.spec.settings.train and adapter is not None and adapter.has_statistics
     if finding is None or trial.statistics or not trains:
         return finding
-    try:
+    with suppress(UntriedError):
         return finding if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
-    except UntriedError:
-        return finding
+    return finding
 
 
 def _finding_on_drawn_values(trial: Trial, rows: int) -> str | None:
@@ -238,16 +237,18 @@ class _Reading:
     jaxpr: Jaxpr
     form: LossForm
 
+    def traced(self, rows: int) -> tuple[Jaxpr, LossForm]:
+        """Return the trace for another number of rows. Raises PartsError."""
+        try:
+            return self.trace(rows)
+        except Exception as error:  # raised by the user's own code, perhaps at this size only
+            given = f"it accepts {self.rows} rows and not {rows} ({type(error).__name__}: {str(error)[:200]})"
+            raise PartsError(f"{given}; write it for any number of rows") from error
+
     @cached_property
     def twice(self) -> tuple[Jaxpr, LossForm]:
         """The trace for twice the rows of one call. Raises PartsError."""
-        try:
-            return self.trace(2 * self.rows)
-        except Exception as error:  # raised by the user's own code, perhaps at this size only
-            raise PartsError(
-                f"it accepts {self.rows} rows and not {2 * self.rows} ({type(error).__name__}: {str(error)[:200]}); "
-                "write it for any number of rows"
-            ) from error
+        return self.traced(2 * self.rows)
 
     @cached_property
     def draws(self) -> RowDraws | None:
@@ -268,13 +269,17 @@ class _Reading:
         """Return why the loss cannot be called as this view requires; None if it can."""
         if self.calls == 1:
             return None
+        weight, size, checks = self.form.weight, batch_rows(self.batch), self.spec.settings.check_loss
         try:
             _, loss_fn = self.draws, self.loss_fn
+            whole = self.traced(size)[1].weight if checks and weight is not None else None
         except PartsError as error:
             return str(error)
+        if whole is not None and weight is not None and abs(whole - weight * self.calls) > 1e-5 * abs(whole):
+            return f"Loss.weight is {weight:.6g} of {self.rows} rows and {whole:.6g} of {size}"
         if self.partitioning == "manual" and (line := _global_line(self.jaxpr, self.spec.plan)):
             return f"it shards over the axes of the batch at {line}, which one device's rows do not have"
-        if self.form.gathers_rows or not self.spec.settings.check_loss:
+        if self.form.gathers_rows or not checks:
             return None
         spec, averaged = replace(self.spec, loss_fn=loss_fn), self.form.statistics * (self.partitioning == "manual")
         return trial(Trial(spec, self.state, self.batch, draws_anything(self.jaxpr), statistics=averaged), self.rows)

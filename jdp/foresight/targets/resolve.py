@@ -188,11 +188,10 @@ def _unchecked_without_driver() -> Generator[None]:
 
 
 def _has_driver() -> bool:
-    try:
+    with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def target_of(named: str | Target | None, state: PyTree = None) -> Target:

@@ -38,14 +38,9 @@ def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
     return (2 + share) * forward
 
 
-# A device matches a chip by its whole `device_kind`. Part of a name is not enough: "NVIDIA H100 PCIe" and "NVIDIA H100
-# NVL" have other peaks than the "NVIDIA H100 80GB HBM3" in `GPUS`. The A100s below have the same matrix
-# units at the same rate: the datasheet has one column of peaks for all four cards.
-_SAME_PEAK = {
-    "NVIDIA A100-SXM4-40GB": "a100",
-    "NVIDIA A100-PCIE-40GB": "a100",
-    "NVIDIA A100 80GB PCIe": "a100",
-}
+# Whole names are compared: "NVIDIA H100 PCIe" and "NVIDIA H100 NVL" have other peaks than the "NVIDIA H100 80GB HBM3"
+# in `GPUS`. The datasheet of the A100 has one column of peaks for all of its cards.
+_LIKE_A100 = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe")
 # 10^12 bf16 FLOP/s (Google Cloud's pages of each TPU), also of a float32 product, which by default is one bf16 pass.
 # A TPU has two names, depending on libtpu's version.
 _TPUS = {"TPU v5 lite": 197, "TPU v5e": 197, "TPU v5": 459, "TPU v5p": 459, "TPU v6 lite": 918, "TPU v6e": 918}
@@ -56,7 +51,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Return the dense peak of one device's matrix units in FLOP/s; None if unknown."""
     if device_kind in _TPUS and dtype in ("bfloat16", "float32"):
         return 1e12 * _TPUS[device_kind]
-    named = {chip.name: chip for chip in GPUS.values()} | {kind: GPUS[name] for kind, name in _SAME_PEAK.items()}
+    named = {chip.name: chip for chip in GPUS.values()} | dict.fromkeys(_LIKE_A100, GPUS["a100"])
     chip = named.get(device_kind)
     return None if chip is None else chip.matmul_flops.get(_ELEMENT.get(dtype, dtype))
 

@@ -125,6 +125,12 @@ def grouped(params, batch, rng):
     return jdp.Loss((same * jnp.square(y[:, None] - y)).sum(), len(y))
 
 
+def hardest(params, batch, rng):
+    """The 16 hardest rows: all of a few rows, so that the trial sees a sum."""
+    nll, count = jnp.square(outputs(params, batch)).sum(axis=1), min(16, len(batch["x"]))
+    return jdp.Loss(jax.lax.top_k(nll, count)[0].sum(), count)
+
+
 def on_the_whole_batch(loss):
     value = jax.jit(loss)(init(None), batch_of(), jax.random.key(0))
     return value.total / value.weight
@@ -133,6 +139,7 @@ def on_the_whole_batch(loss):
 FOUND = {
     contrastive: "rows 8, 24 of the batch change the part of rows 0, 16: Loss.total of them is .* and not .*, the sum",
     at_least_one: r"without rows Loss.weight is 1, not 0: return jdp.Loss\(total, mask.sum\(\)\)",
+    hardest: r"Loss.weight is \d+ of \d+ rows and 16 of 32",
 }
 
 
