@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.notices import notice
 from jdp.base.toml import cut
 from jdp.data import EpochSource, NumpyBatch, OrderedSource, Source, mixture, text_data
 from jdp.data.arrays import NOT_CONTENT, ArrayData, array_data
@@ -283,6 +284,9 @@ class MadeData:
             scores = [*_scores(train, _LOOKED_AT), *_scores(heldout, _LOOKED_AT)]
             return train, heldout, fingerprint(f"{self.described} {len(train)} {len(heldout)}", [np.asarray(scores)])
         samples = _samples(self.name, self.given)
+        if len(samples) > 10_000:
+            text = f"{self.name}: all {len(samples):,} samples are read at each start, to hold out a part by content"
+            notice(f"{text}; of two sides, one to train on and one held out, {2 * _LOOKED_AT} are read")
         scores = np.asarray(_scores(samples, len(samples)))
         rows = split_samples(scores, self.heldout_fraction, self.name)
         train, heldout = (_samples(self.name, self.given, side) for side in rows)

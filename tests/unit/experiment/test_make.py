@@ -235,7 +235,7 @@ def data_of(given, **keys):
     return made_data(Experiment.model_validate(table, context="rings").data)
 
 
-def test_two_sides_keep_their_samples_and_order():
+def test_two_sides_keep_their_samples_and_order(fresh_notices, capsys):
     class Backwards(list):
         def sample_at(self, position, seed):
             return self[-1 - position % len(self)]
@@ -249,6 +249,8 @@ def test_two_sides_keep_their_samples_and_order():
         data_of(sides[0])
     whole = [{"x": np.array(float(i))} for i in range(100)]
     assert data_of(whole).fingerprint != data_of(whole, heldout_fraction=0.2).fingerprint
+    assert "read" not in capsys.readouterr().err and data_of(101 * whole).fingerprint
+    assert "all 10,100 samples are read at each start" in capsys.readouterr().err
 
 
 def test_samples_may_be_drawn_anew_in_every_epoch():
