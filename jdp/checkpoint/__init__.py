@@ -17,12 +17,4 @@ from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.single import restore, restore_params, save
 from jdp.checkpoint.upkeep import Checked, check
 
-__all__ = [
-    "Checked",
-    "CheckpointError",
-    "Checkpoints",
-    "check",
-    "restore",
-    "restore_params",
-    "save",
-]
+__all__ = ["Checked", "CheckpointError", "Checkpoints", "check", "restore", "restore_params", "save"]

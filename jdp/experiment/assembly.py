@@ -308,6 +308,11 @@ class Inputs:
         experiment, config, kind = self.experiment, self.training.config, self.experiment.kind
         if kind == "own":
             each: dict[str, Any] = {name: (array.shape, array.dtype) for name, array in self.data.first.items()}
+            learns = experiment.model.kind if experiment.loss.make is None else None
+            expected = ("tokens", "targets") if learns == "text" else (learns, "labels") if learns else ()
+            if missing := [name for name in expected if name not in each]:
+                rule = f"{experiment.model.chosen} learns {' and '.join(expected)}, or what [loss] names"
+                raise ExperimentError(f"{rule}; a sample of {self.data.name} lacks {', '.join(missing)}: add them")
         elif kind == "text":
             length = (experiment.data.length,)
             names = ["tokens", "targets", *(["segments"] if experiment.data.packing == "documents" else [])]

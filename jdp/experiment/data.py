@@ -8,7 +8,7 @@ held-out side of each part of a mixture is an evaluation set too. Only the train
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError, check_paths
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.fields import words_of
+from jdp.experiment.schema.make import SampleError, users_traceback
 from jdp.experiment.schema.tables import ARRAYS, BITS_PER_BYTE, Data
 
 LEAST_AREA = 0.08
@@ -225,10 +226,15 @@ class MadeSamples:
         return len(self.rows)
 
     def __getitem__(self, index: int, /) -> NumpyBatch:
-        return self._sample(self.source[int(self.rows[index])])
+        return self._sample(self.source.__getitem__, int(self.rows[index]))
 
-    def _sample(self, raw: Any) -> NumpyBatch:
+    def _sample(self, read: Callable[..., Any], *place: int) -> NumpyBatch:
         """Return a sample's arrays, and "weights" 1 if it has none. Raises ExperimentError for an invalid sample."""
+        try:
+            raw = read(*place)
+        except Exception as error:
+            said = f"{self.name} raised an exception in {read.__name__}({', '.join(map(str, place))})"
+            raise SampleError(f"{said}:\n{users_traceback(error)}") from None
         if not isinstance(raw, Mapping) or not raw:
             raise ExperimentError(
                 f"a sample of {self.name} is a dict of arrays; given {cut(repr(raw))}: return, for example, "
@@ -253,14 +259,14 @@ class _Ordered(MadeSamples):
     source: OrderedSource
 
     def sample_at(self, position: int, seed: int) -> NumpyBatch:
-        return self._sample(self.source.sample_at(position, seed))
+        return self._sample(self.source.sample_at, position, seed)
 
 
 class _InEpochs(MadeSamples):
     source: EpochSource
 
     def sample_in_epoch(self, index: int, epoch: int) -> NumpyBatch:
-        return self._sample(self.source.sample_in_epoch(int(self.rows[index]), epoch))
+        return self._sample(self.source.sample_in_epoch, int(self.rows[index]), epoch)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ def loss_of(experiment: Experiment) -> LossFn:
     """Return the loss function of [loss], or the usual loss for the kind of model."""
     if (table := experiment.loss).make is not None:
         return functools.partial(function_of(table.make), **table.keywords)
-    return {"text": text_loss, "images": image_loss, "features": features_loss}[experiment.kind]
+    return {"text": text_loss, "images": image_loss, "features": features_loss}[str(experiment.model.kind)]
 
 
 def eval_loss_of(experiment: Experiment) -> LossFn:

@@ -198,13 +198,7 @@ _jitted = jax.jit(continued, static_argnames=("length", "draw"))
 
 
 def generate(
-    model: GPT,
-    prompt: jax.Array,
-    *,
-    length: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    rng: jax.Array,
+    model: GPT, prompt: jax.Array, *, length: int, temperature: float = 1.0, top_k: int | None = None, rng: jax.Array
 ) -> jax.Array:
     """Continue each row of the prompt by `length` tokens: [batch, prompt + length] in the prompt's dtype.
 

@@ -31,6 +31,12 @@ class MakeError(UserError):
     """A function in an experiment file cannot be imported, or does not take the given keywords."""
 
 
+class SampleError(MakeError):
+    """A user's data raised an exception for a sample, perhaps only now: `jdp launch` starts again."""
+
+    exit_code = 70
+
+
 def function_of(make: str) -> Callable[..., Any]:
     """Import the function of "package.module:function"; only for a package that the user named."""
     name, _, attribute = make.partition(":")

@@ -17,13 +17,7 @@ from jdp.base.user_path import HF, user_path
 from jdp.experiment.keys import described_fields
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, Single, Whole
 from jdp.experiment.schema.make import Made, with_defaults
-from jdp.models.configs import (
-    SIZES,
-    GPTConfig,
-    MLPConfig,
-    ModelConfig,
-    traced_layers,
-)
+from jdp.models.configs import SIZES, GPTConfig, MLPConfig, ModelConfig, traced_layers
 
 TOKENIZER = "tokenizer.json"
 MOST_TRACED = 10_000

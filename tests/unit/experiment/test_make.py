@@ -116,12 +116,6 @@ def test_mistakes_are_reported_as_in_any_table(arguments, expected, capsys):
     assert expected in error and len(error.splitlines()) <= 4, error
 
 
-def test_what_a_function_needs_is_named(tmp_path):
-    mine(tmp_path, "def net(rng, *, width, depth=2): ...")
-    with pytest.raises(ExperimentError, match="mine:net needs width: add width = … beside make"):
-        load(write_made(tmp_path, model={"make": "mine:net"}), {"plugin": "mine"})
-
-
 NAMES = {
     "no flag": ([], "is code, which an experiment file alone does not run. Add --plugin rings if you trust it"),
     "no identifier": (["--plugin=ring-s"], "by which Python imports a package, such as my_package"),
@@ -130,14 +124,10 @@ NAMES = {
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_a_file_alone_imports_nothing(case, capsys):
+def test_a_file_alone_imports_nothing(case, capsys, tmp_path):
     arguments, expected = NAMES[case]
     for command in ("train", "plan", "verify", "prove"):
         assert expected in refused(capsys, command, RINGS, *arguments)
-    assert "rings" not in sys.modules
-
-
-def test_a_plugin_in_the_file_does_not_count(tmp_path, capsys):
     (tmp_path / "rings.toml").write_text('plugin = "rings"\n' + Path(RINGS).read_text())
     assert 'given plugin = "rings" without --plugin' in refused(capsys, "train", tmp_path / "rings.toml")
     assert "rings" not in sys.modules
@@ -187,6 +177,7 @@ WRONG = {
     "a model that is None": ("model", "lambda rng: None", "returns an nnx.Module, or a pytree of arrays; given None"),
     "a model that is text": ("model", "lambda rng: {'a': 'b'}", "a pytree of arrays; given 'b': return one"),
     "no optimizer": ("optimizer", "lambda schedule: 0.1", "returns an optax.GradientTransformation; given 0.1"),
+    "no width": ("model", "lambda rng, *, width: 3", "mine:wrong needs width: add width = … beside make"),
     "no data": ("data", "lambda: 3", "returns an object with len and [index], or two of them"),
     "empty data": ("data", "lambda: []", "returns samples; given a side without any"),
     "no samples": ("data", "lambda: [3, 4]", "is a dict of arrays; given 3"),
@@ -205,8 +196,8 @@ def test_what_a_function_returns_is_checked(key, made, message, tmp_path, capsys
     assert not (tmp_path / "runs").exists() or key == "loss"
 
 
-def test_each_goes_with_jdps_own(tmp_path):
-    """A pytree for a model, whose data, loss and optimizer are jdp's; a loss for a model of jdp's."""
+def test_each_goes_with_jdps_own(tmp_path, capsys):
+    """A pytree for a model, whose data, loss and optimizer are jdp's; a loss, and data, for a model of jdp's."""
     mine(
         tmp_path,
         "import jax",
@@ -215,6 +206,10 @@ def test_each_goes_with_jdps_own(tmp_path):
         "def squares(model, batch, rng):",
         "    logits = batch['features'] @ model['kernel'] if isinstance(model, dict) else model(batch['features'])",
         "    return ((logits.sum(-1) - batch['labels']) ** 2).mean()",
+        "row = lambda i: {'features': [1.0, i], 'labels': 6 // (99 - i)}",
+        "rows = lambda: [row(i) for i in range(50)]",
+        "few = lambda: [{'features': [1.0, i]} for i in range(9)]",
+        "late = lambda: type('Late', (list,), {'__getitem__': lambda self, i: row(90 + i)})(range(20))",
     )
     file = write_points(tmp_path, points_text(tables(train={"steps": 2, "batch_size": 8})))
     text = file.read_text()
@@ -226,6 +221,11 @@ def test_each_goes_with_jdps_own(tmp_path):
         assembly = Assembly.on_devices(experiment)
         batch = next(iter(assembly.inputs.train_feed(0, 0)))
         assert np.isfinite(float(assembly.training.step(assembly.training.state(), batch)[1]["loss"]))
+    made = {"model": {"name": "mlp", "features_in": 2, "features_out": 7}, "loss": {}, "optimizer": {"name": "sgd"}}
+    for name, code, words in (("rows", 0, "accuracy"), ("few", 2, "lacks labels"), ("late", 70, "in <lambda>(9):\n ")):
+        file = write_made(tmp_path, **made, data={"make": f"mine:{name}"})
+        assert main(["train", str(file), "--plugin=mine", "--json", f"--run-dir={tmp_path / name}"]) == code
+        assert words in "".join(capsys.readouterr())
 
 
 def data_of(given, **keys):
