@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -91,3 +92,9 @@ def is_users(frame: FrameType) -> bool:
     if name.startswith("<"):  # notebooks and doctests; Python's own modules
         return not name.startswith("<frozen")
     return not _is_jdps(frame) and not name.startswith(_PYTHON) and not any(part in name for part in _INSTALLED)
+
+
+def is_of_users(error: BaseException) -> bool:
+    """Return whether the user's code raised an error, or called the library that raised it."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if _is_jdps(frame) or is_users(frame)]
+    return bool(frames) and is_users(frames[-1])

@@ -35,7 +35,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import jdp
-from jdp.base.errors import UserError
+from jdp.base.errors import UserError, is_of_users
 from jdp.base.formatting import escaped
 from jdp.base.signals import INTERRUPTED
 from jdp.base.toml import cut
@@ -114,6 +114,10 @@ def _in_words(arguments: list[str]) -> int:
             more = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
             message = escaped("\n".join([f"error: {lines[0]}", *lines[1:_MOST_LINES], *more]))
             code = getattr(error, "exit_code", USER_ERROR)
+        elif is_of_users(error):
+            from jdp.experiment.schema.make import users_traceback
+
+            message = escaped(f"error: your code raised an exception:\n{users_traceback(error)}")
         joined = cluster.joined_as() if cluster else None
         prefix = f"process {joined[0]} of {joined[1]}: " if joined else ""
         print(f"{prefix}{message}", file=sys.stderr)

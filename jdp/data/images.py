@@ -299,12 +299,7 @@ class AugmentedImages:
 
 @public()
 def augmented(
-    samples: Source,
-    *,
-    crop_padding: int = 0,
-    flip: bool = False,
-    resized_crop: float = 0.0,
-    seed: int = 0,
+    samples: Source, *, crop_padding: int = 0, flip: bool = False, resized_crop: float = 0.0, seed: int = 0
 ) -> AugmentedImages:
     """Crop and flip the training images of a source, differently in every epoch. Evaluate on the source itself.
 

@@ -114,7 +114,8 @@ def users_traceback(error: BaseException) -> str:
     """Return the last lines of a traceback in the user's code, not in jdp, Python or installed packages."""
     walked = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_users(frame)]
     frames = traceback.StackSummary.extract(iter(walked[-_MOST_FRAMES:])).format()
-    lines = "".join([*frames, *traceback.format_exception_only(error)]).splitlines()
+    said = "".join([*frames, *traceback.format_exception_only(error)]).splitlines()
+    lines = [line for line in said if "has removed its internal frames" not in line and line.strip("-")]  # JAX's note
     return "\n".join(f"  {line}" for line in lines[-_MOST_LINES:])
 
 

@@ -89,12 +89,7 @@ def lowering_for(device: Device) -> Generator[None]:
 
 
 def abstract_on(
-    step: Step,
-    state: TrainState,
-    batch: Batch,
-    target: str | Target | None = None,
-    *,
-    microbatches: int | None = None,
+    step: Step, state: TrainState, batch: Batch, target: str | Target | None = None, *, microbatches: int | None = None
 ) -> Candidate:
     """Put a step and its operands on a target; rows are rounded up to as many `microbatches`, by default its own."""
     target = None if target is None else target_of(target)
