@@ -12,6 +12,7 @@ counts are reduced instead (`_Masked`).
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, reduce
 from typing import Any, cast
@@ -21,9 +22,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core.meta import Partitioned
 from flax.linen.spmd import LogicallyPartitioned, logical_to_mesh_axes
+from flax.nnx.pytreelib import DATA_REGISTRY
 from flax.nnx.spmd import get_var_pspec
 from flax.traverse_util import unflatten_dict
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jdp.base.errors import UserError
@@ -125,15 +126,14 @@ def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[
     """Call `init` and read the sharding metadata of its parameters; the current rules translate logical names.
 
     NNX variables keep their metadata, but the plan shards them. linen's boxes (`nn.Partitioned`) are replaced by their
-    values. Traced arrays that are plain attributes become data: Flax 0.12 only recognises arrays that are not traced.
+    values. Traced arrays that are plain attributes are data, as others are: Flax 0.12 does not recognise them.
     """
-    with nnx.use_eager_sharding(False):
+    traced = type(jnp.zeros(()))  # under `jit`
+    with nnx.use_eager_sharding(False), ExitStack() as after:
+        DATA_REGISTRY.add(traced)
+        after.callback(DATA_REGISTRY.discard, traced)
         model = init(rng)
     if isinstance(model, nnx.Module):
-        for module in [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Pytree)]:
-            for name, value in vars(module).items():
-                if isinstance(value, Tracer):
-                    setattr(module, name, nnx.data(value))
         return model, metadata(model)
     is_box = lambda leaf: isinstance(leaf, Partitioned)  # noqa: E731
     specs: list[tuple[str, PartitionSpec]] = []

@@ -28,17 +28,17 @@ PLAIN = [("layers/up", P(None, None, "model")), ("layers/down", P(None, "model",
 
 
 class Feed(nnx.Module):
-    """Two kernels and a bias that say how they lie."""
+    """Two kernels and a bias that say how they lie, and an array that is a plain attribute."""
 
     def __init__(self, rngs, names=(None, "model")):
         into = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
         self.up = nnx.Linear(16, 32, kernel_init=into, rngs=rngs)
         self.down = nnx.Linear(32, 16, kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), names[::-1]),
                                rngs=rngs)  # fmt: skip
-        self.offset = nnx.Param(jnp.zeros((32,)), out_sharding=names[1:])
+        self.offset, self.shift = nnx.Param(jnp.zeros((32,)), out_sharding=names[1:]), jnp.zeros(16)
 
     def __call__(self, x):
-        return x + self.down(jax.nn.relu(self.up(x) + self.offset[...]))
+        return x + self.shift + self.down(jax.nn.relu(self.up(x) + self.offset[...]))
 
 
 def stacked(metadata):
@@ -83,7 +83,7 @@ def test_stacked_layers_keep_their_metadata(metadata):
     puts the layers' name in front, which the mesh lacks."""
     places = places_of(stacked(metadata))
     up, offset = places["params/layers/up/kernel"], places["params/layers/offset"]
-    assert up.shape == (3, 16, 32)
+    assert up.shape == (3, 16, 32) and places["model_state/layers/shift"].shape == (3, 16)
     assert (up.compute, up.rest) == (P(None, None, "model"), P(None, "data", "model"))
     assert offset.compute == P(None, "model")
     assert not any("layers" in str(place.compute) for place in places.values())
