@@ -197,8 +197,11 @@ def trace_loss(
             raise UserError(f"{rule} given {dtype}, which has no gradient. Return a sum that depends on the weights.")
         shapes = {name: total.shape for name, (total, _) in sums.metrics.items()}
         aux = jax.tree.map(jnp.asarray, aux)
-        weight = float(value.weight) if isinstance(value, Loss) and not isinstance(value.weight, Tracer) else None
-        forms.append(LossForm(not isinstance(value, Loss), bool(gathered), shapes, jax.tree.map(shape_of, aux), weight))
+        weight = getattr(value, "weight", None)
+        if isinstance(weight, Tracer):
+            weight = getattr(weight, "get_const", lambda: None)()  # of jnp.float32(16), a number
+        known = None if weight is None else float(weight)
+        forms.append(LossForm(not isinstance(value, Loss), bool(gathered), shapes, jax.tree.map(shape_of, aux), known))
         return sums, aux, after, set_params, set_state
 
     jaxpr, shapes = jax.make_jaxpr(within(call), return_shape=True)(

@@ -237,18 +237,14 @@ class _Reading:
     jaxpr: Jaxpr
     form: LossForm
 
-    def traced(self, rows: int) -> tuple[Jaxpr, LossForm]:
-        """Return the trace for another number of rows. Raises PartsError."""
-        try:
-            return self.trace(rows)
-        except Exception as error:  # raised by the user's own code, perhaps at this size only
-            given = f"it accepts {self.rows} rows and not {rows} ({type(error).__name__}: {str(error)[:200]})"
-            raise PartsError(f"{given}; write it for any number of rows") from error
-
     @cached_property
     def twice(self) -> tuple[Jaxpr, LossForm]:
         """The trace for twice the rows of one call. Raises PartsError."""
-        return self.traced(2 * self.rows)
+        try:
+            return self.trace(2 * self.rows)
+        except Exception as error:  # raised by the user's own code, perhaps at this size only
+            given = f"{self.rows} rows and not {2 * self.rows} ({type(error).__name__}: {str(error)[:200]})"
+            raise PartsError(f"it accepts {given}; write it for any number of rows") from error
 
     @cached_property
     def draws(self) -> RowDraws | None:
@@ -269,18 +265,19 @@ class _Reading:
         """Return why the loss cannot be called as this view requires; None if it can."""
         if self.calls == 1:
             return None
-        weight, size, checks = self.form.weight, batch_rows(self.batch), self.spec.settings.check_loss
         try:
             _, loss_fn = self.draws, self.loss_fn
-            whole = self.traced(size)[1].weight if checks and weight is not None else None
         except PartsError as error:
             return str(error)
-        if whole is not None and weight is not None and abs(whole - weight * self.calls) > 1e-5 * abs(whole):
-            return f"Loss.weight is {weight:.6g} of {self.rows} rows and {whole:.6g} of {size}"
         if self.partitioning == "manual" and (line := _global_line(self.jaxpr, self.spec.plan)):
             return f"it shards over the axes of the batch at {line}, which one device's rows do not have"
-        if self.form.gathers_rows or not checks:
+        if self.form.gathers_rows or not self.spec.settings.check_loss:
             return None
+        if (weight := self.form.weight) is not None:
+            with suppress(Exception):  # raised by the user's own code: it may take the rows of one call alone
+                whole = self.trace(size := batch_rows(self.batch))[1].weight
+                if whole is not None and abs(whole - weight * self.calls) > 1e-5 * abs(whole):
+                    return f"Loss.weight is {weight:.6g} of {self.rows} rows and {whole:.6g} of {size}"
         spec, averaged = replace(self.spec, loss_fn=loss_fn), self.form.statistics * (self.partitioning == "manual")
         return trial(Trial(spec, self.state, self.batch, draws_anything(self.jaxpr), statistics=averaged), self.rows)
 
@@ -293,8 +290,7 @@ class _Reading:
         if self.partitioning == "auto" and self.spec.plan.batch_shards > 1 and precision.reduce != precision.compute:
             return f"; XLA then reduces gradients in {precision.compute}"
         if self.partitioning == "manual" and self.form.is_averaged:
-            name = self.form.statistics[0]
-            return f"; each device then computes {name} over its own rows, and the values are averaged"
+            return f"; each device computes {self.form.statistics[0]} over its own rows, and the values are averaged"
         return ""
 
     def check_metrics(self) -> None:

@@ -128,7 +128,7 @@ def grouped(params, batch, rng):
 def hardest(params, batch, rng):
     """The 16 hardest rows: all of a few rows, so that the trial sees a sum."""
     nll, count = jnp.square(outputs(params, batch)).sum(axis=1), min(16, len(batch["x"]))
-    return jdp.Loss(jax.lax.top_k(nll, count)[0].sum(), count)
+    return jdp.Loss(jax.lax.top_k(nll, count)[0].sum(), jnp.float32(count))
 
 
 def on_the_whole_batch(loss):
@@ -223,7 +223,7 @@ def test_manual_refuses_state_that_is_no_average(kind):
 
     run = lambda asked: one_step(loss, {"partitioning": asked}, keeping(WIDTH, *KEPT[kind]))  # noqa: E731
     if kind == "mean":
-        assert "each device then computes seen over its own rows, and the values are averaged" in run("manual")[0].why
+        assert "each device computes seen over its own rows, and the values are averaged" in run("manual")[0].why
         assert run(None)[0].why == "seen may be a statistic of rows, so each call sees a whole microbatch"
     else:
         with pytest.raises(ValueError, match=r"seen is .* after a call with 8 rows, and .*jdp\.gather_rows.*'auto'"):
