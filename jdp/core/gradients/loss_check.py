@@ -65,7 +65,8 @@ class Trial:
         batch_size, reason = batch_rows(self.batch), ""
         for count in dict.fromkeys((min(ROWS, batch_size), min(rows, batch_size))):
             try:
-                return self._finding(count)
+                with jax.transfer_guard("allow"):  # a user's guard is for the loop
+                    return self._finding(count)
             except UntriedError:
                 raise
             except Exception as error:  # raised by the user's own code, perhaps at this size only
@@ -90,9 +91,7 @@ class Trial:
                 finding = doubled_rows(twice()(moved), count)
             decides = np.isfinite(calls.total).all() and np.any(calls.weight)
             if finding is None and decides:
-                finding = exchanged_halves(calls, numbers)
-            if finding is None and decides and not self.draws:
-                finding = opposite_order(calls)
+                finding = exchanged_halves(calls, numbers) or (None if self.draws else opposite_order(calls))
             if finding is not None:
                 return finding
             if decides:

@@ -16,13 +16,13 @@ def tried(each: Entry):
     """The step after the trial of the loss, which returns `jdp.Loss`, as several microbatches ask for."""
 
     def loss(model, batch, rng):
-        rows = len(jax.tree.leaves(batch)[0])
-        value = each.loss(model, batch, rng)
+        rows, value = len(jax.tree.leaves(batch)[0]), each.loss(model, batch, rng)
         return value if isinstance(value, jdp.Loss) else jdp.Loss(value * rows, rows)
 
     state = jdp.init_state(each.init, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
-    step = jdp.make_train_step(loss, PLAN, accumulate=2)
-    step.loss.check_first(state, each.batch(ROWS))
+    step, batch = jdp.make_train_step(loss, PLAN, accumulate=2), each.batch(ROWS)
+    with jax.transfer_guard("disallow"):
+        step.loss.check_first(state, batch)
     return step
 
 
