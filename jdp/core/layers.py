@@ -280,7 +280,8 @@ def _operand(
         return leaf, None
     again = gathers.boundary.again
     if id(leaf) not in gathers.table:
-        if again and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
+        # keys, tables and numbers of a layer are no parameters
+        if again and leaf.ndim > leading and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
             notice(
                 f"scan_layers: {name} {leaf.shape} is not a parameter itself but a changed copy, so it is gathered for "
                 "the whole step; cast or reshape it inside the block"

@@ -113,7 +113,7 @@ zero3 = functools.partial(plan_of, "zero3", min_shard_size=64)
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
 def test_weights_changed_outside_the_block_are_reported(partitioning, reported):
     def loop(layers, x):
-        return jdp.scan_layers(block, layers | {"w": layers["w"] * 2}, x)
+        return jdp.scan_layers(block, layers | {"w": layers["w"] * 2, "rate": np.ones(LAYERS, "float32")}, x)
 
     plan = zero3()
     step = jdp.make_eval_step(loss_with(loop), plan, partitioning=partitioning, check_loss=False)
