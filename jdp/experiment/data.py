@@ -233,7 +233,7 @@ class MadeSamples:
         try:
             raw = read(*place)
         except Exception as error:
-            said = f"{self.name} raised an exception in {read.__name__}({', '.join(map(str, place))})"
+            said = f"{self.name} raised an exception in {getattr(read, '__name__', read)}({', '.join(map(str, place))})"
             raise SampleError(f"{said}:\n{users_traceback(error)}") from None
         if not isinstance(raw, Mapping) or not raw:
             raise ExperimentError(
