@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -433,7 +434,9 @@ class Checkpoints:
         except Exception as error:
             self._saving = self._last = None
             if self._claim is not None:  # else the folder is another process'
-                upkeep.remove(self._staging(step))
+                for _ in range(2):  # another of Orbax' writes may make the folder again
+                    upkeep.remove(self._staging(step))
+                    time.sleep(0.1)
                 self._release()
             if not isinstance(error, OSError | ValueError):
                 raise
