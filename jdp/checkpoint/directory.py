@@ -434,9 +434,9 @@ class Checkpoints:
         except Exception as error:
             self._saving = self._last = None
             if self._claim is not None:  # else the folder is another process'
-                for _ in range(2):  # another of Orbax' writes may make the folder again
-                    upkeep.remove(self._staging(step))
-                    time.sleep(0.1)
+                upkeep.remove(self._staging(step))
+                time.sleep(0.1)  # another of Orbax' writes may make the folder again
+                upkeep.remove(self._staging(step))
                 self._release()
             if not isinstance(error, OSError | ValueError):
                 raise

@@ -199,7 +199,7 @@ def trace_loss(
         aux = jax.tree.map(jnp.asarray, aux)
         weight = getattr(value, "weight", None)
         if isinstance(weight, Tracer):
-            weight = getattr(weight, "get_const", lambda: None)()  # of jnp.float32(16), a number
+            weight = weight.get_const() if hasattr(weight, "get_const") else None  # of jnp.float32(16), a number
         known = None if weight is None else float(weight)
         forms.append(LossForm(not isinstance(value, Loss), bool(gathered), shapes, jax.tree.map(shape_of, aux), known))
         return sums, aux, after, set_params, set_state
