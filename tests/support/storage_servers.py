@@ -41,6 +41,8 @@ def bucket(s3_server, monkeypatch, request) -> str:
 @pytest.fixture
 def google_bucket(monkeypatch) -> Generator[str]:
     """Start a server of Google's storage; return the address of its one bucket, with the environment set."""
+    # Else gcsfs asks Google at each call what kind of bucket it is, finds no credentials, and logs a warning.
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     emulator = pytest.importorskip("gcp_storage_emulator.server")
     gcsfs = pytest.importorskip("gcsfs")
     server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="box")
