@@ -197,10 +197,7 @@ class Plan:
                 raise UserError(f"Every rule must match a parameter; {pattern!r} matches none of {listed(paths, 5)}.")
 
     def tree_placements(
-        self,
-        tree: PyTree,
-        specs: Sequence[tuple[str, PartitionSpec]] = (),
-        of: Mapping[str, Placement] | None = None,
+        self, tree: PyTree, specs: Sequence[tuple[str, PartitionSpec]] = (), of: Mapping[str, Placement] | None = None
     ) -> PyTree:
         """Return a tree like `tree` with a `Placement` for each leaf; rules need not match.
 

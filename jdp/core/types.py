@@ -48,8 +48,8 @@ class Loss:
         metrics: name -> a sum over examples, reported with the loss and divided by `weight`. It is a scalar, or an
             array (a confusion matrix, an image) whose shape does not depend on the number of rows. Each element is
             all-reduced once a step. A metric with its own weight is a pair (total, weight), such as {"accuracy":
-            (correct.sum(), rows)}; this weight is a scalar or has the total's shape. The names loss, weight, grad_norm
-            and skipped are taken.
+            (correct.sum(), rows)}. This weight is a scalar or has the total's shape; accuracy_weight reports it. The
+            names loss, weight, grad_norm and skipped are taken.
     """
 
     total: jax.Array

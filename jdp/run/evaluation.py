@@ -1,13 +1,14 @@
 """Evaluation during a run: every data set in turn, each example once, and the best result so far.
 
 Batches are always the same: all examples; or, if `eval_batches` is a number, that many batches, drawn with a fixed
-seed. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples for any batch sizes,
+seed. A step returns means and their weights; Σ mean · weight / Σ weight is the mean over examples for any batch sizes,
 because padding has weight 0.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,26 +70,26 @@ class Evaluation:
 
     def _means(self, name: str, state: TrainState, source: Source, goes_on: Callable[[], bool]) -> Row | None:
         """Return Σ mean · weight / Σ weight of each metric over the batches of one data set; None if the run stops."""
-        totals: Row = {}
-        weight = 0.0
+        totals, weights = defaultdict[str, float](float), defaultdict[str, float](float)
         most = self.assembly.experiment.train.eval_batches
         limit = None if isinstance(most, str) else most
         with self.assembly.inputs.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit) as batches:
             for batch in batches:
                 values = numbers(self.step(state, batch))
-                share = values.pop("weight")
-                weight += share
-                if share:
-                    totals = {metric: totals.get(metric, 0.0) + value * share for metric, value in values.items()}
+                for metric in values.keys() - {"weight", *(f"{name}_weight" for name in values)}:
+                    share = values.get(f"{metric}_weight", values["weight"])
+                    totals[metric] += values[metric] * share if share else 0.0
+                    weights[metric] += share
                 if not goes_on():
                     return None
-        if not weight:
+        if not weights["loss"]:
             more = "" if limit is None else f', or set train.eval_batches = "{ALL}"'
             raise ExperimentError(
                 f"an evaluation needs weights above 0; given {name}, with weight 0 in all rows that were read: correct "
                 f"its weights{more}"
             )
-        means = {metric: totals[metric] / weight for metric in sorted(totals, key=lambda each: (each != "loss", each))}
+        order = sorted(totals, key=lambda each: (each != "loss", each))
+        means = {metric: totals[metric] / weights[metric] if weights[metric] else math.nan for metric in order}
         if self.assembly.experiment.in_bits:
             asked, bits = self.assembly.experiment.train.eval_metrics, means["loss"] / math.log(2)
             means["bits_per_token"] = bits
@@ -96,7 +97,7 @@ class Evaluation:
                 means[PERPLEXITY] = float(np.exp(np.float64(means["loss"])))
             if BITS_PER_BYTE in asked:
                 count = self._text_bytes[name]
-                means[BITS_PER_BYTE] = bits * weight / count if count else math.nan
+                means[BITS_PER_BYTE] = bits * weights["loss"] / count if count else math.nan
         return means
 
     @cached_property

@@ -24,10 +24,7 @@ from jdp.base.signals import INTERRUPTED, TRY_AGAIN, Listener
 from jdp.core.cluster.barrier import Store, coordination_client
 from jdp.core.cluster.initialize import leave_after_failure
 
-EXIT_CODES = {
-    signal.SIGINT: INTERRUPTED,
-    **dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), TRY_AGAIN),
-}
+EXIT_CODES = {signal.SIGINT: INTERRUPTED, **dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), TRY_AGAIN)}
 """Signals that stop a run, with its exit code."""
 _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same signal
 _LOOK_SECONDS = 0.05  # between looks for the answers

@@ -52,11 +52,11 @@ def check_loss_takes(loss_fn: Any, arguments: int) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """Sums over examples: float32 scalars; metrics are pairs (total, weight) of float32 arrays."""
+    """Sums over examples: float32 scalars; metrics are float32 arrays: (total,), or (total, weight) of its own."""
 
     total: jax.Array
     weight: jax.Array
-    metrics: dict[str, tuple[jax.Array, jax.Array]]
+    metrics: dict[str, tuple[jax.Array, ...]]
     aux: list[jax.Array] = field(default_factory=list[Any])  # the arrays of a `LossWithAux`, which are not summed
 
     @property
@@ -195,7 +195,7 @@ def trace_loss(
         if key is not None and not jnp.issubdtype(dtype, jnp.floating):
             rule = "A loss that is trained is a floating-point number;"
             raise UserError(f"{rule} given {dtype}, which has no gradient. Return a sum that depends on the weights.")
-        shapes = {name: total.shape for name, (total, _) in sums.metrics.items()}
+        shapes = {name: total.shape for name, (total, *_) in sums.metrics.items()}
         aux = jax.tree.map(jnp.asarray, aux)
         weight = getattr(value, "weight", None)
         if isinstance(weight, Tracer):
@@ -252,28 +252,28 @@ def as_sums(value: Any, batch: Batch) -> Sums:
         value = _scalar("a loss function's plain return value", value)
         rows = jnp.float32(batch_rows(batch))
         return Sums(value * rows, rows, {})
-    weight = _scalar("Loss.weight", value.weight)
-    if taken := RESERVED & value.metrics.keys():
-        raise UserError(f"A step reports {', '.join(sorted(RESERVED))} itself; rename the metric {min(taken)!r}.")
-    metrics = {name: _metric(name, entry, weight) for name, entry in value.metrics.items()}
-    return Sums(_scalar("Loss.total", value.total), weight, metrics)
+    if taken := RESERVED.union(f"{name}_weight" for name in value.metrics) & value.metrics.keys():
+        names = ", ".join(sorted(RESERVED))
+        raise UserError(f"A step reports {names} and NAME_weight itself; rename the metric {min(taken)!r}.")
+    metrics = {name: _metric(name, entry) for name, entry in value.metrics.items()}
+    return Sums(_scalar("Loss.total", value.total), _scalar("Loss.weight", value.weight), metrics)
 
 
-def _metric(name: str, entry: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a metric's total and weight; the weight is a scalar, or has the total's shape."""
-    pair: Any = entry if isinstance(entry, tuple) else (entry, weight)
-    if len(pair) != 2 or not all(hasattr(part, "dtype") or isinstance(part, int | float) for part in pair):
+def _metric(name: str, entry: Any) -> tuple[jax.Array, ...]:
+    """Return a metric's total, and its weight if it has one: a scalar, or of the total's shape."""
+    pair: Any = entry if isinstance(entry, tuple) else (entry,)
+    if len(pair) > 2 or not all(hasattr(part, "dtype") or isinstance(part, int | float) for part in pair):
         raise UserError(
             f"A metric is an array summed over examples, or a pair (array, weight); given metric {name!r} of "
             f"{type(entry).__name__}. Give several metrics several names."
         )
-    total, its_weight = (jnp.asarray(part).astype(jnp.float32) for part in pair)
-    if its_weight.shape not in ((), total.shape):
+    total, *own = (jnp.asarray(part).astype(jnp.float32) for part in pair)
+    if own and own[0].shape not in ((), total.shape):
         raise UserError(
             f"A metric's weight is a scalar, or has the shape of its total; metric {name!r} has shapes {total.shape} "
-            f"and {its_weight.shape}. Sum both over the batch."
+            f"and {own[0].shape}. Sum both over the batch."
         )
-    return total, its_weight
+    return total, *own
 
 
 def _scalar(name: str, value: Any) -> jax.Array:

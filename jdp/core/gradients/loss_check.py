@@ -239,7 +239,7 @@ def opposite_order(calls: Sums) -> str | None:
 def report_metrics(calls: Sums, empty: Sums | None) -> None:
     """Report once each metric that is no sum over rows: its value depends on how many calls there are."""
     for name, pair in calls.metrics.items():
-        for x, nothing in zip(pair, (0, 0) if empty is None else empty.metrics[name], strict=True):
+        for x, nothing in zip(pair, (0,) * len(pair) if empty is None else empty.metrics[name], strict=True):
             if np.isfinite(x).all():
                 gap = np.inf if np.any(nothing) else np.abs(x[0] + x[1] - x[2] - x[3])
                 _report_metric(name, gap, np.abs(x).sum(axis=0))

@@ -202,6 +202,8 @@ class PartitionedLoss:
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
-    """Return the metrics of sums over the whole batch: the loss, the weight and the metrics of the loss function."""
-    metrics = {name: total / weight for name, (total, weight) in sums.metrics.items()}
-    return {**metrics, "loss": sums.total / sums.weight, "weight": sums.weight}
+    """Return the loss, the weight and the loss function's metrics over the whole batch, with NAME_weight of those that
+    have their own."""
+    metrics = {name: total / (*own, sums.weight)[0] for name, (total, *own) in sums.metrics.items()}
+    weights = {f"{name}_weight": own for name, (_, *rest) in sums.metrics.items() for own in rest}
+    return {**metrics, **weights, "loss": sums.total / sums.weight, "weight": sums.weight}

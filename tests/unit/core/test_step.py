@@ -107,6 +107,7 @@ def test_the_objective_is_sum_over_weight_exactly(strategy, partitioning, axes, 
         "weight": 128,
         "hits": batch["weight"] @ (y > 0) / 128,  # a sum is reported over the loss's weight
         "share": (y > 0).sum() / ROWS,  # a pair over its own
+        "share_weight": ROWS,
         "grad_norm": np.sqrt((gradient["w"] ** 2).sum() + 1),
         "skipped": 0,
     }
@@ -266,7 +267,8 @@ def test_ragged_and_indivisible_batches_are_refused(axes, accumulate, batch, mes
         (lambda y: jdp.Loss((y > 0).sum(), len(y)), "a floating-point number; given int32, which has no gradient"),
         (lambda y: jdp.Loss(y.sum(), y), r"Loss.weight must be a scalar"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": (y.sum(), y)}), r"'hits' has shapes \(\) and \(\d+,\)"),
-        (lambda y: jdp.Loss(y.sum(), y.sum(), {"loss": y.sum()}), "loss"),  # it would hide the step's own
+        (lambda y: jdp.Loss(y.sum(), y.sum(), {"loss": y.sum()}), "rename the metric 'loss'"),
+        (lambda y: jdp.Loss(y.sum(), 9, {"y": y.sum(), "y_weight": 9}), "rename the metric 'y_weight'"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": {"a": y.sum()}}), r"metric 'hits' of dict\. Give several"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": y}), r"metric 'hits' has shape \(\d+,\) for \d+ rows.* Sum it"),
     ],
@@ -290,7 +292,7 @@ def test_evaluation_is_the_loss_without_randomness_or_donation():
     first, again = evaluate(state, batch), evaluate(state, batch)
     assert given == [None, None]  # read once, and compiled
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    assert first.keys() == {"loss", "weight", "hits", "share"}
+    assert first.keys() == {"loss", "weight", "hits", "share", "share_weight"}
     assert {k: float(v) for k, v in first.items()} == {k: float(v) for k, v in again.items()}
     folded = jdp.make_eval_step(loss_fn, plan, accumulate=4, check_loss=False)(state, batch)
     manual = jdp.make_eval_step(loss_fn, plan, accumulate=2, partitioning="manual", check_loss=False)(state, batch)

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -271,6 +272,24 @@ def test_a_metric_missing_from_the_loss_is_named():
     assembly = Assembly.on_devices(experiment)
     with pytest.raises(ExperimentError, match="given eval_loss, eval_accuracy, without eval_margin: add it"):
         Evaluation(assembly).of(assembly.training.state())
+
+
+def test_a_metric_is_averaged_by_its_own_weight(monkeypatch):
+    """The weight of one row is not 0; a batch without it does not count."""
+    rings = importlib.import_module("rings")
+
+    def loss(model, batch, rng):
+        own = batch["weights"] * (batch["points"][:, 0] == largest[0])
+        metrics = {"height": ((batch["points"][:, 1] * own).sum(), own.sum())}
+        return replace(plain(model, batch, rng), metrics=metrics)
+
+    plain = rings.smoothed
+    monkeypatch.setattr(rings, "smoothed", loss)
+    assembly = Assembly.on_devices(loaded(data__points="60", train__batch_size="8", loss__metrics='["height"]'))
+    heldout = assembly.inputs.data.heldout
+    largest = max((heldout[i]["points"] for i in range(len(heldout))), key=lambda point: point[0])
+    row = Evaluation(assembly).of(assembly.training.state())
+    assert row.keys() == {"eval_loss", "eval_height"} and row["eval_height"] == pytest.approx(largest[1], rel=1e-6)
 
 
 def test_a_package_that_starts_jax_is_refused(tmp_path):
