@@ -26,7 +26,7 @@ from jdp.core.gradients.boundary import Boundary, Weight, cast_and_gather
 from jdp.core.gradients.collectives import Collectives, GradientSpec, map_leaves, sum_leaves
 from jdp.core.gradients.loss_call import Sums, TracedLoss, changed_leaves, refuse_varying
 from jdp.core.gradients.wire import seeds, seeds_by_row
-from jdp.core.reading import count_flops, every_eqn, gathers_by_layer, reduced_by_layer
+from jdp.core.reading import count_flops, gathers_by_layer, reduced_by_layer
 from jdp.core.rematerialisation import keep_costly
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.mesh import batch_axes, traced_mesh, traced_model_axes
@@ -110,8 +110,9 @@ class Microbatch:
         (_, (sums, after)), grads = jax.value_and_grad(function, has_aux=True)(self.slots)
         return grads, sums, with_trained(model_state, trained_part(after, changed), changed)
 
-    def state_after(self, model_state: PyTree, batch: Batch, key: Any) -> PyTree:
-        return self.loss(self._weights(self.slots, None, None), model_state, batch, key)[1]
+    def forward(self, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
+        """Return the sums of the loss, and the model state afterwards."""
+        return self.loss(self._weights(self.slots, None, None), model_state, batch, key)
 
     def _weights(self, *fields: PyTree) -> PyTree:
         placements = self.spec.placements
@@ -152,7 +153,7 @@ def step_gradients(
     gradient = replace(gradient, is_plain=_gathers_again(gradient, model_state, *first))
     if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
         boundary = replace(gradient.boundary, in_loops=False)  # a plain loop shows all dependencies
-        refuse_varying(of(boundary).state_after, model_state, *first, carried=count > 1)
+        refuse_varying(of(boundary).forward, model_state, *first, carried=count > 1)
     if count == 1:
         grads, sums, after = gradient(model_state, *first, seed_of(0))
     else:
@@ -172,7 +173,7 @@ def _sends_in_loops(collectives: Collectives, params: PyTree, *first: Any) -> bo
     spec = collectives.spec
     if not collectives.by_layer or spec.strategy.gather == "use":
         return collectives.by_layer
-    if spec.settings.wire is not None:
+    if spec.settings.wire is not None or "scan" not in spec.operations:
         return False
     collectives = replace(collectives, spec=replace(spec, settings=replace(spec.settings, accumulate=1)))
     probe = Microbatch.of(collectives, params, params, boundary_of(collectives, in_loops=True))
@@ -232,11 +233,10 @@ def _gathers_again(gradient: Microbatch, *first: Any) -> bool:
     sharded = [placement.path for placement in placements if placement.dim is not None]
     if gradient.spec.strategy.gather != "use" or not sharded:
         return False
-    traced = jax.make_jaxpr(gradient.state_after)(*first)
-    if gathers_by_layer(traced.jaxpr):
+    if gathers_by_layer(jax.make_jaxpr(gradient.forward)(*first).jaxpr):
         return False
     holds = "gathers them again in the backward pass, when XLA's scheduler chooses"
-    if prints := any(eqn.primitive.name in _PRINTS for eqn in every_eqn(traced.jaxpr)):
+    if prints := _PRINTS & gradient.spec.operations:
         holds = "holds them until the backward pass is done, as zero2 does, because the loss prints or calls back"
     notice(
         f"zero3 gathers its weights ({listed(sharded, 1)}) at the top of the step and {holds}. jdp.scan_layers gathers "
@@ -274,7 +274,7 @@ def scan_microbatches(
     spec, seed_of = gradient.spec, seeds(gradient.spec.settings.wire, key)
     count, rows = spec.settings.accumulate, batch_rows(batch) // spec.settings.accumulate
     slices = jnp.arange(count, dtype=jnp.uint32), collectives.microbatches(batch, count)
-    changed, shapes = _probe(gradient, model_state, *first_microbatch(collectives, batch, key), seed_of)
+    changed, shapes = _probe(gradient, model_state, *first_microbatch(collectives, batch, key))
 
     def turn(gradient: Microbatch, before: Any, xs: Any, earlier: PyTree = None) -> tuple[PyTree, Any, list[jax.Array]]:
         """Return a microbatch's gradients, the sums and the changed model state after it, and the arrays of its aux."""
@@ -302,12 +302,12 @@ def scan_microbatches(
     return grads, replace(sums, aux=[joined(x) for x in aux]), with_trained(model_state, state, changed)
 
 
-def _probe(gradient: Microbatch, model_state: PyTree, batch: Batch, key: Any, seed_of: Any) -> tuple[list[bool], Sums]:
+def _probe(gradient: Microbatch, model_state: PyTree, batch: Batch, key: Any) -> tuple[list[bool], Sums]:
     """Return which leaves of the model state a call changes (the scan carries only these), and its sums' shapes."""
     changed: list[bool] = []
 
     def sums_of(batch: Batch, key: Any) -> Sums:
-        _, sums, state = gradient(model_state, batch, key, seed_of(0))
+        sums, state = gradient.forward(model_state, batch, key)
         changed[:] = changed_leaves(model_state, state)
         return sums.only
 

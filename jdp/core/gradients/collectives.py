@@ -48,6 +48,7 @@ class GradientSpec:
     settings: StepSettings
     trained: tuple[bool, ...] | None = None
     draws: RowDraws | None = None  # which draws count rows; None if nothing is drawn, or all rows are in one call
+    operations: frozenset[str] = frozenset()  # of the loss, as in `View`
 
     @property
     def strategy(self) -> Strategy:

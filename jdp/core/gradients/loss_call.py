@@ -298,14 +298,19 @@ def names_of(model_state: PyTree) -> list[str]:
 
 
 def refuse_varying(
-    call: Callable[[PyTree, Batch, PyTree], PyTree], model_state: PyTree, batch: Batch, key: PyTree, *, carried: bool
+    call: Callable[[PyTree, Batch, PyTree], tuple[Sums, PyTree]],
+    model_state: PyTree,
+    batch: Batch,
+    key: PyTree,
+    *,
+    carried: bool,
 ) -> None:
     """Refuse model state that is not floating point and would differ between devices."""
     leaves = jax.tree.leaves(model_state)
     fixed = [not jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     if not any(fixed):
         return
-    jaxpr = jax.make_jaxpr(call)(model_state, batch, key).jaxpr
+    jaxpr = jax.make_jaxpr(lambda *given: call(*given)[1])(model_state, batch, key).jaxpr
     needs = [partial_eval.dce_jaxpr(jaxpr, [i == j for j in range(len(leaves))])[1] for i in range(len(leaves))]
     varies = [any(used[len(leaves) :]) for used in needs]
     for _ in leaves if carried else ():  # after one microbatch, after two, ...

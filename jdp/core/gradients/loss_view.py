@@ -59,6 +59,7 @@ class View:
     loss_fn: LossFn  # with its aux marked as rows or not
     draws: RowDraws | None  # which draws count rows, if the loss is called on parts of the batch
     is_random: bool  # it draws random numbers
+    operations: frozenset[str]  # names of JAX's primitives in its forward pass
 
 
 Trials = dict[Hashable, str | None]
@@ -152,7 +153,8 @@ def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callab
     # every module's keys are folded from the step's, also where dropout in evaluation mode does not use them
     live, _ = dce_jaxpr(reading.jaxpr, [True] * len(reading.jaxpr.outvars))
     is_random = draws_anything(live)
-    return View(reading.partitioning, why + reading.remarks, reading.loss_fn, reading.draws, is_random)
+    operations = frozenset(eqn.primitive.name for eqn in every_eqn(reading.jaxpr))
+    return View(reading.partitioning, why + reading.remarks, reading.loss_fn, reading.draws, is_random, operations)
 
 
 def _check_microbatches(form: LossForm, count: int) -> None:

@@ -185,6 +185,7 @@ class PartitionedLoss:
             self.settings,
             state.static.trained,
             draws=None if view is None else view.draws,
+            operations=frozenset() if view is None else view.operations,
         )
 
     def gradients(self, state: AnyState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums, PyTree]:
