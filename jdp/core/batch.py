@@ -78,7 +78,7 @@ def owned(leaf: Any) -> Any:
     if array.dtype.kind in "iu" and array.itemsize == 8:
         taken = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
         if np.any(wrong := taken != array):
-            raise UserError(f"JAX holds {array.dtype} as {taken.dtype}; a batch has {array[wrong][0]}. Leave it out.")
+            raise UserError(f"JAX holds {array.dtype} as {taken.dtype}; given {array[wrong][0]}. Leave it out.")
     return array
 
 

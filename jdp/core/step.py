@@ -335,9 +335,8 @@ def make_eval_step(
             values. Microbatches are computed one after another.
 
     Returns:
-        A `Step`. Its metrics are global float32: `loss` (Σtotal / Σweight), `weight` (Σweight) and the metrics of the
-        loss function. To average over batches, weight each batch's metrics by its `weight`; leave out batches of weight
-        0, whose means are NaN. A metric with its own weight comes with it, as NAME_weight.
+        A `Step`. Its metrics are global float32: `loss` (Σtotal / Σweight), `weight` (Σweight) and the loss function's.
+        Average batches by their `weight`, and a metric with its own by NAME_weight; leave out those of weight 0 (NaN).
 
     Raises:
         ValueError: a setting is out of range. The step itself raises it for the causes that `make_train_step` lists.

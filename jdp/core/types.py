@@ -45,11 +45,10 @@ class Loss:
         weight: scalar, any dtype: the sum of the examples' weights (tokens that count, rows that are not padding). No
             gradient flows through it. If it sums to 0 over the whole step, the step is skipped: its `weight` metric is
             0 and its `loss` is NaN.
-        metrics: name -> a sum over examples, reported with the loss and divided by `weight`. It is a scalar, or an
-            array (a confusion matrix, an image) whose shape does not depend on the number of rows. Each element is
-            all-reduced once a step. A metric with its own weight is a pair (total, weight), such as {"accuracy":
-            (correct.sum(), rows)}. This weight is a scalar or has the total's shape; accuracy_weight reports it. The
-            names loss, weight, grad_norm and skipped are taken.
+        metrics: name -> a sum over examples, reported divided by `weight`: a scalar, or an array (a confusion matrix)
+            whose shape does not depend on the number of rows. A metric with its own weight is a pair (total, weight),
+            such as {"accuracy": (correct.sum(), rows)}. This weight is a scalar or has the total's shape;
+            accuracy_weight reports it. The names loss, weight, grad_norm and skipped are taken.
     """
 
     total: jax.Array

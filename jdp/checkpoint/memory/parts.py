@@ -211,11 +211,7 @@ class Generation:
     """A generation that is complete over all hosts, as a `content.Source`."""
 
     def __init__(
-        self,
-        head: Mapping[str, Any],
-        parts: Mapping[int, Part],
-        suppliers: Mapping[int, Collection[int]],
-        folder: Path,
+        self, head: Mapping[str, Any], parts: Mapping[int, Part], suppliers: Mapping[int, Collection[int]], folder: Path
     ) -> None:
         """Make it from the entries of its index, this host's parts, and the parts on the host of each process."""
         self.folder, self._head, self._parts, self._suppliers = folder, head, parts, suppliers

@@ -201,9 +201,8 @@ def hides_collectives(flops: float, elements: int, itemsize: int, mesh: Mesh, *,
 
     `flops` are a device's, forward and backward. Each of `elements` weights is gathered with `itemsize` bytes, if
     `is_sharded`, and reduced with 4. The collectives of a layer hide behind the layers before and after it, but each
-    takes time to start: with little work a device and many hosts, one collective for all layers is faster. gpt2_124m
-    under zero1, compiled for H100s and simulated, takes 10.7 ms by layer and 9.5 for all on 64 GPUs with 2k tokens
-    each. With 16k tokens it takes 40.0 and 41.3, and on 512 GPUs 55.7 and 44.7.
+    takes time to start: with little work a device and many hosts, one collective for all layers is faster (measured in
+    experiments/LOG.md: "Short layers share their collectives").
     """
     kind = mesh.devices.flat[0].device_kind
     chip = next((chip for chip in GPUS.values() if chip.name == kind), None)

@@ -20,7 +20,7 @@ from jdp.base.formatting import listed
 from jdp.base.toml import cut, described
 from jdp.base.tree_paths import check_keys, matches, path_of
 from jdp.core import flax_nnx
-from jdp.core.batch import plan_fact
+from jdp.core.batch import owned, plan_fact
 from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.plan import Plan, check_plan
 from jdp.core.state import TrainState
@@ -114,7 +114,7 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
 
     Raises:
         ValueError: a rule or the metadata shards a dimension that does not divide. The tree holds something that is no
-            array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
+            array, integers too large for JAX, or modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
     """
     check_plan(plan, "jdp.place(tree, plan)", tree)
     if isinstance(tree, TrainState):
@@ -128,7 +128,7 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
 def _put(tree: PyTree, shardings: PyTree) -> PyTree:
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         return jax.lax.with_sharding_constraint(tree, shardings)
-    return jax.device_put(tree, shardings)
+    return jax.tree.map(lambda leaf, sharding: jax.device_put(owned(leaf), sharding), tree, shardings)
 
 
 def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:

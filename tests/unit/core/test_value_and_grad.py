@@ -108,6 +108,11 @@ def test_placing_changes_no_bit():
         assert_same_bits(placed, tree)
     within = jax.jit(lambda tree: jdp.place(tree, plan_of("zero3")))(jdp.place(placed, plan_of("ddp")))
     assert specs(within) == specs(placed)
+    room = np.zeros(4096, "float32")
+    aligned = room[-room.ctypes.data % 64 // 4 :][:2048]  # on CPUs JAX may share such a buffer
+    placed = jdp.place({"w": aligned}, plan_of("ddp", 1))
+    aligned[:] = 1
+    assert not placed["w"].any()
 
 
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
@@ -286,6 +291,10 @@ CALLS = {
     ),
     "offloaded": (lambda: jdp.value_and_grad(squares, offloading()), ON_HOST),
     "place: offloaded": (lambda: jdp.place({"w": np.ones(8)}, offloading()), ON_HOST),
+    "place: integers": (
+        lambda: jdp.place({"n": np.array([2**40])}, plan_of()),
+        "JAX holds int64 as int32; given 109951",
+    ),
     "place: keys": (lambda: jdp.place({0: 1.0, "0": 1.0}, plan_of()), r"must have an order.*given \[0, '0'\]\. Write"),
     "place: an optimizer": (
         lambda: jdp.place(nnx.Optimizer(net(KEY), optax.sgd(0.1), wrt=nnx.Param), plan_of()),

@@ -85,7 +85,7 @@ def test_rows_that_do_not_divide_or_fit_are_refused():
     assert [entry.name for entry in error.traceback][1:] == ["__next__"], "one frame of jdp below the loop's"
     with pytest.raises(ValueError, match=r"share their leading dimension, the examples; given .*a scalar"):
         next(jdp.shard_batches([{"x": np.float32(1)}], plan_of()))
-    with pytest.raises(ValueError, match="JAX holds int64 as int32; a batch has 4294967296"):
+    with pytest.raises(ValueError, match="JAX holds int64 as int32; given 4294967296"):
         next(jdp.shard_batches([{"x": np.full(8, 2**32)}], plan_of()))
 
 
