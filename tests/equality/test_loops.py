@@ -6,6 +6,7 @@ within 2e-6, as Adam divides by small numbers. Every parameter ends where the pl
 
 import functools
 import importlib
+import itertools
 import runpy
 import sys
 
@@ -42,10 +43,10 @@ def on_one_device(name):
 same = functools.partial(assert_close, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize(("name", "strategy"), [*itertools.product(ALIKE, ("ddp", "zero1", "zero3")), ("dpo", "zero2")])
 @pytest.mark.default_ids("grain_loader-zero3")
 def test_four_devices_learn_what_one_learns(name, strategy):
+    """Only DPO has microbatches: with one, zero2 is the program of zero1."""
     plan = plan_of(strategy, 4, min_shard_size=0)
     measured, models = story(name).train(plan)
     same((measured, models), on_one_device(name))
