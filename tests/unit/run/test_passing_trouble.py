@@ -1,8 +1,8 @@
 """A disk that is full for a while, storage that is away: after the first step both are tried again, then exit 75."""
 
 import re
-import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from damage import small_disk
@@ -22,35 +22,28 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def begins(monkeypatch):
-    """Have trouble begin at the end of a step, once a checkpoint is `saved`, and end after some seconds."""
-    timers = []
+def hog(file, monkeypatch):
+    """A file that fills the disk at the end of step 3, once checkpoint 2 is saved."""
+    hog, real = file.parent / "runs" / "hog", signals.StopRequest.at_step
+    saved = file.parent / "runs" / "points" / "checkpoints" / "2" / COMMITTED
 
-    def at(step, saved, trouble, end, seconds):
-        real = signals.StopRequest.at_step
+    def at_step(self, now):
+        if now == 3 and not hog.exists():
+            until = time.monotonic() + 60
+            while not saved.exists() and time.monotonic() < until:  # else the trouble is that of the checkpoint before
+                time.sleep(0.02)
+            fill(hog)
+        return real(self, now)
 
-        def at_step(self, now):
-            if now == step and not timers:
-                until = time.monotonic() + 20
-                while not saved() and time.monotonic() < until:  # else the trouble is that of the checkpoint before
-                    time.sleep(0.02)
-                trouble()
-                timers.append(threading.Timer(seconds, end))
-                timers[-1].start()
-            return real(self, now)
-
-        monkeypatch.setattr(signals.StopRequest, "at_step", at_step)
-
-    yield at
-    for timer in timers:
-        timer.join()
+    monkeypatch.setattr(signals.StopRequest, "at_step", at_step)
+    return hog
 
 
-def test_a_disk_full_for_a_moment(file, begins, capsys):
+def test_a_disk_full_for_a_moment(file, hog, capsys, monkeypatch):
     """The state of a save that failed in the background may be gone: the newest one is saved in its place."""
+    pause = lambda seconds: (hog.unlink(missing_ok=True), time.sleep(seconds))  # noqa: E731
+    monkeypatch.setattr(errors, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
     with small_disk(file.parent / "runs", "4m"):
-        hog = file.parent / "runs" / "hog"
-        begins(3, saved_in(file), lambda: fill(hog), hog.unlink, 1.0)
         code, folder = train(file)
         assert code == 0 and {2, 6} <= {*saved_steps(folder)} and list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6]
     said = capsys.readouterr().out
@@ -58,21 +51,16 @@ def test_a_disk_full_for_a_moment(file, begins, capsys):
     assert re.search(r"it succeeded after \d+\.\d s, at try \d+\n", said)
 
 
-def test_a_disk_that_stays_full_exits_with_75(file, begins, capsys, monkeypatch):
+def test_a_disk_that_stays_full_exits_with_75(file, hog, capsys, monkeypatch):
     monkeypatch.setattr(errors, "PATIENCE_SECONDS", 0.5)
     with small_disk(file.parent / "runs", "4m"):
-        hog = file.parent / "runs" / "hog"
-        begins(3, saved_in(file), lambda: fill(hog), lambda: None, 0)
         code, folder = train(file)
         said = capsys.readouterr().err
         assert code == 75 and said.count("error:") == 1 and "this may pass: run again to resume" in said
+        monkeypatch.undo()
         hog.unlink()
         assert train(file)[0] == 0 and list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6]
     assert "resumed after step 2" in capsys.readouterr().out
-
-
-def saved_in(file):
-    return (file.parent / "runs" / "points" / "checkpoints" / "2" / COMMITTED).exists
 
 
 def fill(hog):
