@@ -1,6 +1,9 @@
 """The README tells the truth: its loop runs before and after the change, and its commands print what it shows."""
 
 import re
+import runpy
+import subprocess
+import sys
 import tomllib
 
 import jax
@@ -11,6 +14,7 @@ from paths import ROOT
 from test_guides import VIRTUAL, blocks
 
 import jdp
+from jdp.cli import plan
 from jdp.cli.main import COMMANDS, main
 from jdp.experiment.file import load
 
@@ -46,14 +50,39 @@ def test_the_changed_loop_has_the_loops_loss(word, before):
     assert str(after["plan"].strategy) == word
 
 
+@pytest.fixture(scope="module")
+def run_plan():
+    """Run `jdp plan` in this process, which compiles the candidates once, for tables and for JSON."""
+    compiled, kept = plan._compiled, {}
+
+    def once(options, overrides, targets):
+        given = (options.file, *targets)
+        if given not in kept:
+            kept[given] = compiled(options, overrides, targets)
+        return kept[given]
+
+    def run(words, capsys):
+        assert main(words) == 0
+        return capsys.readouterr().out
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(ROOT)
+        patched.setattr(plan, "_compiled", once)
+        yield run
+
+
 @pytest.mark.rest
 @pytest.mark.aot
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command.split()[1] for command, _ in SHOWN])
-def test_commands_print_what_is_shown(command, shown):
+def test_commands_print_what_is_shown(command, shown, run_plan, capsys):
     """Some of their lines, as they stand; rounding, which differs between processors, without its numbers."""
-    done = python("-m", *command.split(), cwd=ROOT, timeout=3600)
-    assert done.returncode == 0, done.stderr
-    real = done.stdout.splitlines()
+    if command.startswith("jdp plan"):
+        printed = run_plan(command.split()[1:], capsys)
+    else:
+        done = python("-m", *command.split(), cwd=ROOT, timeout=3600)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    real = printed.splitlines()
     for line in shown.splitlines():
         assert line in real or ("difference" in line and form(line) in map(form, real))
 
@@ -84,10 +113,13 @@ def test_its_picture_says_what_it_shows():
 
 @pytest.mark.rest
 @pytest.mark.aot
-def test_its_picture_is_made_again(tmp_path):
+def test_its_picture_is_made_again(tmp_path, run_plan, monkeypatch, capsys):
     """By its program, from the compiled steps; labels are text, apart from one another."""
-    done = python("experiments/pictures.py", tmp_path, cwd=ROOT, timeout=3600)
-    assert done.returncode == 0, done.stderr
+    planned = lambda words, **_: subprocess.CompletedProcess(words, 0, run_plan(words[3:], capsys))  # noqa: E731
+    monkeypatch.setattr(subprocess, "run", planned)
+    monkeypatch.setattr(sys, "argv", ["pictures.py", str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path("experiments/pictures.py", run_name="__main__")
     drawn = (tmp_path / "memory.svg").read_text(encoding="utf-8")
     assert drawn == (ROOT / ".github" / "pictures" / "memory.svg").read_text(encoding="utf-8")
     assert "mathdefault" not in drawn
