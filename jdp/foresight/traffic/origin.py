@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, tee
 from typing import NamedTuple
 
 import jax
@@ -107,11 +108,11 @@ class Sites:
     def _source_line(self, collective: Collective, index: int, made_by: Instruction, names: Names) -> str | None:
         """Return a tensor's source line. If XLA joined collectives, only the first kept its lines."""
         alone = len(collective.shapes) == 1
-        above = (self.program.source_lines(step) for step in _upwards(made_by, names))
-        below = (self.program.source_lines(step) for step in _uses(collective.name, index, alone, names))
-        candidates = [*([collective.source_lines] if alone else []), *above, *below, collective.source_lines]
-        written = (line for lines in candidates if (line := users_line(lines)) is not None)
-        return next(written, next((lines[0] for lines in candidates if lines), None))
+        steps = chain(_upwards(made_by, names), _uses(collective.name, index, alone, names))
+        own = [collective.source_lines]
+        found, again = tee(chain(own if alone else [], map(self.program.source_lines, steps), own))
+        written = (line for lines in found if (line := users_line(lines)) is not None)
+        return next(written, None) or next((lines[0] for lines in again if lines), None)
 
     def _concatenated(self, operand: Instruction, names: Names) -> list[Instruction]:
         if operand.opcode == "concatenate":
