@@ -102,5 +102,5 @@ if __name__ == "__main__":
 def test_ctrl_c_is_one_line(tmp_path, moment):
     (tmp_path / "own.py").write_text(INTERRUPTED)
     words = ["plan", f"own.py:{moment.replace('import', 'step')}", "--target", "cpu:2"]
-    done = python("own.py", *words, cwd=tmp_path, timeout=60, MOMENT=moment)
+    done = python("own.py", *words, cwd=tmp_path, MOMENT=moment)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n" * (moment != "stalled"))

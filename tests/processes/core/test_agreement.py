@@ -124,7 +124,7 @@ def test_a_change_on_one_process_ends_all(tmp_path, case, words):
     program = tmp_path / "program.py"
     program.write_text(ONE_CHANGES)
     launch = ["-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", str(program), case]
-    done = python(*launch, timeout=100)
+    done = python(*launch)
     assert done.returncode == 78, done.stdout + done.stderr
     for rank in (0, 1):
         assert re.search(rf"\[{rank}\] .*, at the train step; process 1 differs: {words}", done.stdout + done.stderr)
@@ -137,7 +137,7 @@ def reported(tmp_path_factory):
     """What each of two processes reported, case by case."""
     program = tmp_path_factory.mktemp("processes") / "program.py"
     program.write_text(PROGRAM)
-    done = python("-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", str(program), timeout=120)
+    done = python("-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", str(program))
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^\[(\d)\] REPORTED (.*)$", done.stdout, re.MULTILINE)
     return {int(rank): json.loads(text) for rank, text in found}

@@ -31,7 +31,7 @@ with jdp.Deadline(1, 60) as deadline:
 
 def test_a_loop_that_hangs_ends_with_75(tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
-    done = python(tmp_path / "hangs.py", timeout=60)
+    done = python(tmp_path / "hangs.py")
     assert done.returncode == 75, done.stderr
     assert re.search(r"deadline: After step 2, its next step did not end in 1 seconds\. Stacks of all", done.stderr)
     assert 'hangs.py", line 19 in <module>' in done.stderr
@@ -40,7 +40,7 @@ def test_a_loop_that_hangs_ends_with_75(tmp_path):
 def test_a_process_without_memory_ends_too(tmp_path):
     """No thread can be started then, and any line of Python may raise MemoryError."""
     (tmp_path / "hangs.py").write_text(HANGS)
-    assert python(tmp_path / "hangs.py", "exhausted", timeout=60).returncode == 75
+    assert python(tmp_path / "hangs.py", "exhausted").returncode == 75
 
 
 HANGING_DISK = """
@@ -67,7 +67,7 @@ with limit:
 
 def test_a_hanging_disk_does_not_silence_the_deadline(tmp_path):
     """Before it has passed, a note that the process is alive hangs in the log."""
-    done = python("-c", HANGING_DISK, tmp_path / "log", timeout=60)
+    done = python("-c", HANGING_DISK, tmp_path / "log")
     assert done.returncode == 75, done.stderr
     assert "deadline: After step 1, its next step did not end in 2 seconds." in done.stderr
     assert "in event" in done.stderr, "the stacks have the thread that hangs"
@@ -80,5 +80,5 @@ def test_what_was_recorded_outlives_sigkill(tmp_path):
         "for step in range(50): log.event('step', step=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert python("-c", code, timeout=60).returncode == -signal.SIGKILL
+    assert python("-c", code).returncode == -signal.SIGKILL
     assert [event["step"] for event in read(tmp_path / "rank-00000.jsonl")] == list(range(50))

@@ -97,8 +97,11 @@ def test_failures_before_joining_are_not_counted(start):
     assert "it failed before all processes had joined: started again, which is not counted" in told
 
 
+BOTH = "import jdp\nmark(f'here {rank}')\nwhile not marked(f'here {1 - rank}'): time.sleep(0.02)\n"
+
+
 def test_an_absent_node_is_named(start):
-    out, err = ends(start(0, JOIN.replace("60", "2"), "--max-restarts=3", processes=2), 75)
+    out, err = ends(start(0, BOTH + JOIN.replace("60", "2"), "--max-restarts=3", processes=2), 75)
     assert "2 of 4 processes are here: processes 2 and 3 did not come to 127.0.0.1:" in out
     assert "restart" not in err and "not counted" not in err
 

@@ -30,7 +30,7 @@ def test_ctrl_c_saves_and_leaves_cleanly(tmp_path):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=120)
     assert process.returncode == 130, error
     assert "Traceback" not in error and "saved; run again to resume" in out
     assert saved_steps(run)[-1] == max(rows(run, "loss"))
@@ -174,5 +174,5 @@ def test_launch_waits_for_saves_without_a_terminal(tmp_path):
         shown += os.read(terminal, 1000)
     os.close(terminal)
     launcher.send_signal(signal.SIGHUP)
-    assert launcher.wait(30) == 75
+    assert launcher.wait(120) == 75
     assert (tmp_path / "saved").read_text() == "saved\n"

@@ -243,7 +243,7 @@ def test_leaving_at_once_without_the_main_thread(tmp_path, when, words):
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(1.5)
             process.send_signal(signal.SIGUSR1)
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=120)
     assert process.returncode == 75
     assert f"stopped by SIGTERM, at once: {words}" in error and "; the files on disk are complete" in error
 
@@ -280,6 +280,6 @@ def test_leaving_at_once_waits_for_a_destructor(tmp_path):
     with start_python(tmp_path / "program.py") as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "stopped by SIGINT, at once" in error and "Traceback" not in error

@@ -159,7 +159,7 @@ def test_a_record_may_have_numpy_and_jax_scalars(tmp_path):
 
 def test_two_writers_do_not_share_a_save(tmp_path, monkeypatch):
     ready, commit = threading.Event(), stored.commit
-    monkeypatch.setattr(stored, "commit", lambda *given: (ready.wait(10), commit(*given)))
+    monkeypatch.setattr(stored, "commit", lambda *given: (ready.wait(60), commit(*given)))
     with jdp.Checkpoints(tmp_path) as first, jdp.Checkpoints(tmp_path) as second:
         first.save(at(1))
         for step in (1, 2):
@@ -224,7 +224,7 @@ def test_an_interrupted_close_keeps_the_claim(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     def late(*given):
-        closing.wait(10)
+        closing.wait(60)
         time.sleep(0.2)
         with pytest.raises(jdp.CheckpointError, match="one process at a time"):
             upkeep.claim(tmp_path)

@@ -1,6 +1,7 @@
 """A mirror in object storage, on real servers of S3's and Google's interfaces on this machine."""
 
 import shutil
+import threading
 
 import fsspec
 import pytest
@@ -148,6 +149,9 @@ def test_a_long_outage_ends_no_run(bucket, tmp_path, outage, capsys, monkeypatch
     assert said.count(f"mirror {bucket}: the last checkpoints were not uploaded; they are in {tmp_path / 'one'}") == 1
     with pytest.raises(jdp.CheckpointError, match=rf"a mirror must be readable; {bucket} is not: .*no route"):
         jdp.Checkpoints(tmp_path / "two", mirror=bucket)
+    for thread in threading.enumerate():
+        if thread.name == "jdp mirror":  # it may be about to try once more
+            thread.join(60)
     comes()
     assert train(tmp_path / "two", bucket, ()) == 4
 

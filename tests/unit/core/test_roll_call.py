@@ -33,7 +33,7 @@ def noticed(monkeypatch):
 class Caller(threading.Thread):
     """A process, or a node, that calls the roll; its error if it has one."""
 
-    def __init__(self, *given, seconds=10.0):
+    def __init__(self, *given, seconds=60.0):
         super().__init__(daemon=True)
         self.roll, self.seconds, self.error = RollCall(*given), seconds, None
         self.start()
@@ -45,7 +45,7 @@ class Caller(threading.Thread):
             self.error = error
 
     def end(self):
-        self.join(20)
+        self.join(100)
         assert not self.is_alive()
         return self.error
 
@@ -93,7 +93,7 @@ def test_a_successor_counts_for_an_ended_process(address):
 
 
 def connected(address):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while True:
         try:
             return socket.create_connection(roll_call.split_address(address))

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 
-PATIENCE = 10.0  # seconds until a thread that should do something is taken to be stuck
+PATIENCE = 60.0  # seconds until a thread that should do something is taken to be stuck
 
 
 def plan_of(**axes):

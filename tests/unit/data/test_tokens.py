@@ -233,7 +233,7 @@ def test_one_process_writes_and_the_others_wait(rows, folders, monkeypatch):
         yield from tokenised(*given)
 
     def fingerprint(_):
-        asked.wait(10)
+        asked.wait(60)
         return text_data(rows, length=16, in_files=True).fingerprint
 
     monkeypatch.setattr(reads_text, "_tokenised", slowly)
