@@ -129,11 +129,10 @@ def global_noise(draws, words, total):
     return jax.device_get(jax.jit(lambda: {name: draw(key, jnp.arange(total)) for name, draw in draws.items()})())
 
 
-SETTINGS = [("manual", 1, 4), ("manual", 2, 2), ("auto", 4, 1)]  # four rows in all for one a device
-LAYOUTS_OF_A_STEP = [(5, *setting) for setting in SETTINGS] + [(1, *SETTINGS[1]), (8, *SETTINGS[0])]
+LAYOUTS = [(8, "manual", 1, 4), (5, "manual", 2, 2), (1, "manual", 2, 2), (5, "auto", 4, 1)]
 
 
-@pytest.mark.parametrize(("rows", "partitioning", "accumulate", "devices"), LAYOUTS_OF_A_STEP)
+@pytest.mark.parametrize(("rows", "partitioning", "accumulate", "devices"), LAYOUTS)
 @pytest.mark.default_ids("5-manual-2-2")
 def test_every_draw_is_by_global_row(rows, partitioning, accumulate, devices):
     draws = {name: draw for name, draw in BY_ROW.items() if rows > 1 or name != "tokens"}  # the shape of "time leads"
