@@ -76,7 +76,7 @@ def test_what_is_compiled_for_is_what_is_read(folder, kind):
     assert metrics["loss"].shape == ()
 
 
-@pytest.mark.parametrize("kind", ["packed text", "images", "fitted images", "features"])
+@pytest.mark.parametrize("kind", ["packed text", "images", "features"])
 @pytest.mark.default_ids("features")
 def test_losses_of_its_own_are_sums(folder, kind):
     """A run does not try them before its first step; here the trial accepts them."""
