@@ -1,12 +1,12 @@
 """Model FLOPs, counted in the loss's jaxpr, against counts by hand."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from counted_flops import flops_per_token
 from flax import nnx
 from trainings import abstract_step
 
@@ -15,6 +15,20 @@ from jdp.core.reading import count_flops
 from jdp.experiment.losses import text_loss
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.models import GPTConfig, build, linear_next_token_loss
+from jdp.models.construction import parameter_shapes
+
+
+def flops_per_token(config: GPTConfig, length: int) -> float:
+    """Floating point operations to train on one token: 6 N + 12 L H Q T.
+
+    PaLM (arXiv:2204.02311), appendix B: 6 per parameter, and for attention L layers, H heads of size Q, T tokens of
+    context, the causal half not deducted. N leaves out tables that are only looked up (positions, and the token table
+    unless it also makes the logits): a lookup multiplies nothing.
+    """
+    sizes = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
+    looked_up = {"embed/positions"} if config.tied else {"embed/positions", "embed/tokens"}
+    multiplied = sum(size for path, size in sizes.items() if path not in looked_up)
+    return 6.0 * multiplied + 12.0 * config.layers * config.heads * config.head_width * length
 
 
 def counted(f, *shapes):
