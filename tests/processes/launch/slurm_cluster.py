@@ -65,7 +65,7 @@ class SlurmCluster:
         self.first_process = first_process
         self.daemons = []
 
-    def run(self, *command, seconds=30, check=True, folder="."):
+    def run(self, *command, seconds=120, check=True, folder="."):
         """Run a command of Slurm's inside, in a folder, and return its output."""
         inside = self._inside(command, folder)
         done = subprocess.run(inside, capture_output=True, text=True, timeout=seconds, env=self._environment())
@@ -147,12 +147,12 @@ def slurm_cluster(folder):
         places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
         munge = [f"--{name}={folder}/munge.{file}" for name, file in places.items()]
         cluster.start("munged", "--foreground", "--force", *munge)
-        cluster.wait_for((folder / "munge.socket").exists, 20, "munged")
+        cluster.wait_for((folder / "munge.socket").exists, 120, "munged")
         cluster.start("slurmctld", "-D", "-f", f"{folder}/slurm.conf")
         for node in NODES:
             cluster.start_node(node)
         idle = lambda: cluster.run("sinfo", "-h", "-o", "%T %D", check=False).strip() == "idle 2"  # noqa: E731
-        cluster.wait_for(idle, 40, "two idle nodes")
+        cluster.wait_for(idle, 120, "two idle nodes")
         yield cluster
     finally:
         holder.kill()
