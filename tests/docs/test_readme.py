@@ -51,38 +51,34 @@ def test_the_changed_loop_has_the_loops_loss(word, before):
 
 
 @pytest.fixture(scope="module")
-def run_plan():
-    """Run `jdp plan` in this process, which compiles the candidates once, for tables and for JSON."""
+def planned_once():
+    """In this process `jdp plan` compiles the candidates once, for tables and for JSON."""
     compiled, kept = plan._compiled, {}
 
     def once(options, overrides, targets):
-        given = (options.file, *targets)
-        if given not in kept:
+        if (given := (options.file, *targets)) not in kept:
             kept[given] = compiled(options, overrides, targets)
         return kept[given]
-
-    def run(words, capsys):
-        assert main(words) == 0
-        return capsys.readouterr().out
 
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(ROOT)
         patched.setattr(plan, "_compiled", once)
-        yield run
+        yield
 
 
 @pytest.mark.rest
 @pytest.mark.aot
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command.split()[1] for command, _ in SHOWN])
-def test_commands_print_what_is_shown(command, shown, run_plan, capsys):
+def test_commands_print_what_is_shown(command, shown, planned_once, capsys):
     """Some of their lines, as they stand; rounding, which differs between processors, without its numbers."""
-    if command.startswith("jdp plan"):
-        printed = run_plan(command.split()[1:], capsys)
+    _, name, *words = command.split()
+    if name == "plan":
+        code, printed = main([name, *words]), capsys.readouterr()
     else:
-        done = python("-m", *command.split(), cwd=ROOT, timeout=3600)
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout
-    real = printed.splitlines()
+        done = python("-m", "jdp", name, *words, cwd=ROOT, timeout=3600)
+        code, printed = done.returncode, (done.stdout, done.stderr)
+    assert code == 0, printed
+    real = printed[0].splitlines()
     for line in shown.splitlines():
         assert line in real or ("difference" in line and form(line) in map(form, real))
 
@@ -113,10 +109,13 @@ def test_its_picture_says_what_it_shows():
 
 @pytest.mark.rest
 @pytest.mark.aot
-def test_its_picture_is_made_again(tmp_path, run_plan, monkeypatch, capsys):
+def test_its_picture_is_made_again(tmp_path, planned_once, monkeypatch, capsys):
     """By its program, from the compiled steps; labels are text, apart from one another."""
-    planned = lambda words, **_: subprocess.CompletedProcess(words, 0, run_plan(words[3:], capsys))  # noqa: E731
-    monkeypatch.setattr(subprocess, "run", planned)
+
+    def run(words, **_):
+        return subprocess.CompletedProcess(words, main(words[3:]), capsys.readouterr().out)
+
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["pictures.py", str(tmp_path)])
     monkeypatch.setattr(sys, "path", [*sys.path])
     runpy.run_path("experiments/pictures.py", run_name="__main__")
