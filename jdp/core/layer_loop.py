@@ -157,13 +157,8 @@ class LayerLoop:
             return (d_carry, following, d_weights, pending, jax.tree.map(jnp.add, d_outer, d_here)), results
 
         twice = self.boundary.sends_twice
-        state = (
-            d_carry,
-            gathered,
-            self._reducible(d_after, self.after),
-            [],
-            jax.tree.map(jnp.zeros_like, _floats(outer)),
-        )
+        d_weights, d_outer = self._reducible(d_after, self.after), jax.tree.map(jnp.zeros_like, _floats(outer))
+        state = d_carry, gathered, d_weights, [], d_outer
         slots = [weight.slot for weight in weights[0] if weight.slot is not None]
         stacks = {} if self.is_unrolled else {"weights": slots}
         order = range(self.count - 1, -1, -1)
@@ -203,7 +198,7 @@ class LayerLoop:
         leading = int(not _is(k, self.count))
         with nullcontext() if leading else jax.named_scope(AT_TOP):
             pairs = zip(values, layer, strict=True)
-            return [self.boundary.gathered(Weight(value), placement, leading) for value, (_, placement) in pairs]
+            return [self.boundary(replace(weight, value=value), place, leading) for value, (weight, place) in pairs]
 
     def _reduce(self, weights: Weights, k: Any, gradients: list[Any]) -> list[Any]:
         """Sum the gradients of a layer's trained weights."""
@@ -225,8 +220,7 @@ class LayerLoop:
         """Return the weights of layer k; those that are used after the last layer are layer n."""
         if _is(k, self.count):
             return list(zip(weights[1], self.after, strict=True))
-        layer = [Weight(_at(w.value, k), None, _at(w.earlier, k), _at(w.seed, k)) for w in weights[0]]
-        return list(zip(layer, self.placements, strict=True))
+        return [(_at(weight, k), placement) for weight, placement in zip(weights[0], self.placements, strict=True)]
 
     def _reducible(self, gradients: list[Any], placements: list[Placement]) -> list[Any]:
         """Return the gradients of trained weights, in the dtype of their sums."""

@@ -111,8 +111,8 @@ def looped(
             x = _unrolled(block, layer, x, gathers, remat)
         return x, after
     _check_stacked(stacked)
-    # under `jax.vmap` each row's gradient of a layer would be summed over devices separately
-    is_batched = any(isinstance(leaf, BatchTracer) for leaf in jax.tree.leaves(x))
+    # under `jax.vmap`, also of a gradient, each row's gradient of a layer would be summed over devices separately
+    is_batched = any(map(_is_batched, jax.tree.leaves(x)))
     in_loop = gathers is not None and gathers.boundary.in_loops and not is_batched
     body = _Body(block, changes.flatten(stacked), gathers, remat, leading=1, in_loop=in_loop, is_loop=scan is True)
     if scan == "auto" and traced_device().platform == "gpu":
@@ -300,6 +300,10 @@ def _operand(
             )
         return leaf, None
     return weight, placement
+
+
+def _is_batched(x: Any) -> bool:
+    return isinstance(x, BatchTracer) or (hasattr(x, "primal") and _is_batched(x.primal))
 
 
 def _check_call(block: Any, x: Any) -> None:

@@ -59,18 +59,19 @@ def nested_loss(model, batch, rng):
     return jdp.Loss(jnp.sum(jnp.square(model(batch["x"]))), jnp.float32(batch["x"].shape[0]))
 
 
-def by_row_loss(params, batch, rng):
-    """A loss whose model takes one row: each row's gradient must not be sent by itself."""
+def slope_loss(params, batch, rng, by_row=True):
+    """A loss with a gradient inside. A row's gradient of a layer must not be sent by itself."""
     layer = lambda each, x: x + jnp.tanh(x @ each["up"]) @ each["down"] + each["bias"]  # noqa: E731
-    x = jax.vmap(lambda row: jdp.scan_layers(layer, params["layers"], row))(batch["x"])
-    return jdp.Loss(jnp.sum(jnp.square(x)), jnp.float32(batch["x"].shape[0]))
+    slope = jax.value_and_grad(lambda x: jnp.sum(jnp.tanh(jdp.scan_layers(layer, params["layers"], x))))
+    values, slopes = (jax.vmap(slope) if by_row else slope)(batch["x"])
+    return jdp.Loss(jnp.sum(values) + jnp.sum(jnp.square(slopes)), jnp.float32(batch["x"].shape[0]))
 
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
 PLAIN, FULL, DOTS = (partial(layers_loss, dropout=DROPOUT, remat=remat) for remat in (None, "full", "dots"))
 MODELS = {
     "layers": (init_layers, PLAIN, tokens_of(16)),
-    "by row": (partial(init_layers, layers=3, width=16), by_row_loss, ROWS),
+    "by row": (partial(init_layers, width=16), slope_loss, ROWS),
     "nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, ROWS),
 }
 CASES = {
@@ -78,6 +79,7 @@ CASES = {
     "zero3 dots, 2": ("layers", DOTS, "zero3", {"accumulate": 2}, True),
     "zero2, 4, replicas": ("layers", FULL, "zero2", {"accumulate": 4, "replica": 2}, True),
     "ddp, 2": ("layers", FULL, "ddp", {"accumulate": 2, "clip_norm": 0.1}, False),
+    "zero3 slope": ("by row", partial(slope_loss, by_row=False), "zero3", {}, False),
     "zero3 nested": ("nested", nested_loss, "zero3", {}, False),
 }
 """name -> model, loss, strategy, settings, and whether the loop is unrolled as on GPUs."""
@@ -173,10 +175,10 @@ def test_short_layers_share_their_collectives(devices, axes, tokens, by_layer):
 
 @pytest.mark.rest
 def test_under_vmap_gradients_are_summed_before_sending():
-    after, traced = run("by row", by_row_loss, "zero3")
+    after, traced = run("by row", partial(slope_loss, by_row=False), "zero3")
     assert_close(after, on_one_device("by row", None), rtol=2e-5, atol=2e-6)
     sent = [eqn.invars[0].aval.size for eqn in every_eqn(traced) if eqn.primitive.name == "reduce_scatter"]
-    assert sent and max(sent) <= 3 * 16 * 64  # all layers of a matrix
+    assert sent and max(sent) <= 5 * 16 * 64  # all layers of a matrix
 
 
 def multiplied_meanwhile(lines):
