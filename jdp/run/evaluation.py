@@ -101,17 +101,16 @@ class Evaluation:
         return means
 
     @cached_property
-    def _text_bytes(self) -> dict[str, int]:
-        """For each data set, the bytes of text behind the weighted targets that are read, each sample counted once."""
+    def _text_bytes(self) -> dict[str, float]:
+        """For each data set, the bytes of text of the targets that are read, times their weights; each sample once."""
         train, inputs = self.assembly.experiment.train, self.assembly.inputs
-        sizes, counts = inputs.data.tokenizer.byte_counts(), dict[str, int]()
+        sizes, counts = inputs.data.tokenizer.byte_counts(), dict[str, float]()
         for name, source in inputs.eval_sets.items():
-            samples = read = len(source)
-            if not isinstance(train.eval_batches, str):
-                read = min(samples, train.eval_batches * train.batch_size)
-            all_read = read == samples
-            drawn = (source[i if all_read else sample_index(0, samples, i)] for i in range(read))
-            counts[name] = sum(int(sizes[sample["targets"][sample["weights"] > 0]].sum()) for sample in drawn)
+            samples, most = len(source), train.eval_batches
+            read = samples if isinstance(most, str) else min(samples, most * train.batch_size)
+            drawn = (source[sample_index(0, samples, i)] for i in range(read))
+            learnt = ((sample["targets"], sample["weights"], sample["weights"] > 0) for sample in drawn)
+            counts[name] = sum(float(sizes[targets[used]] @ weights[used]) for targets, weights, used in learnt)
         return counts
 
 

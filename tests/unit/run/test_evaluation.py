@@ -142,10 +142,12 @@ def write_documents(folder, **data):
 def test_text_is_measured_by_domain(tmp_path, batches):
     """Bits are divided by the bytes of the samples read. The token that closes a document has no bytes."""
     assembly = assembled(write_documents(tmp_path, packing="documents"), **{"train.eval_batches": batches})
+    sets = assembly.inputs.eval_sets
+    sets["eval_half"] = [{**sample, "weights": sample["weights"] / 2} for sample in sets["eval_web"]]
     row = Evaluation(assembly).of(assembly.training.state())
-    for name, part in zip(("web", "books"), assembly.inputs.data.parts, strict=True):
-        most = len(part.heldout) if batches == "all" else int(batches)
-        read = itertools.islice(global_batches(part.heldout, batch_size=8, seed=0, epochs=1), most)
+    for name in ("web", "books", "half"):
+        source = global_batches(sets[f"eval_{name}"], batch_size=8, seed=0, epochs=1)
+        read = itertools.islice(source, None if batches == "all" else int(batches))
         counted = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in read])
         nats, bits = row[f"eval_{name}_loss"], row[f"eval_{name}_bits_per_token"]
         assert bits == pytest.approx(nats / math.log(2))
