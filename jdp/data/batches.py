@@ -152,12 +152,13 @@ def sample_at(source: Source, position: int, seed: int) -> Mapping[str, NDArray[
     """
     if own := getattr(source, "sample_at", None):  # `isinstance` of a protocol takes longer than reading a sample
         return own(position, seed)
-    return _in_epoch(source, sample_index(seed, len(source), position), position // len(source))
+    return in_epoch(source, sample_index(seed, len(source), position), position)
 
 
-def _in_epoch(source: Source, index: int, epoch: int) -> Mapping[str, NDArray[Any]]:
+def in_epoch(source: Source, index: int, position: int) -> Mapping[str, NDArray[Any]]:
+    """Return a sample in the epoch of a position."""
     own = getattr(source, "sample_in_epoch", None)
-    return own(index, epoch) if own else source[index]
+    return own(index, position // len(source)) if own else source[index]
 
 
 @public()
@@ -226,8 +227,8 @@ def global_batches(
     start = operator.index(start)  # an int32 of NumPy or JAX would overflow
     if shuffle:
         sample_index(seed, len(source), 0)  # reports a wrong seed now, not in a reading thread
-    end = sys.maxsize if epochs is None else batch_count(source, batch_size=batch_size, epochs=epochs)
     before = start * batch_size if samples is None else samples
+    end = sys.maxsize if epochs is None else start - (before - epochs * len(source)) // batch_size
     if not 0 <= start <= end or before < 0:
         rule = f"start must be a batch of the run, 0 to {end}, and samples not negative"
         raise UserError(f"{rule}; given {start} and {samples}: pass the batches and samples consumed")
@@ -255,10 +256,7 @@ def _check_run(source: Source, batch_size: int, epochs: int | None, threads: int
 
 def _sample(source: Source, position: int, seed: int | None, padding: int) -> Mapping[str, NDArray[Any]]:
     """Return the sample at a position, in the source's own order if seed is None; from `padding` on with weight 0."""
-    if seed is None:
-        sample = _in_epoch(source, position % len(source), position // len(source))
-    else:
-        sample = sample_at(source, position, seed)
+    sample = in_epoch(source, position % len(source), position) if seed is None else sample_at(source, position, seed)
     if position < padding:
         return sample
     if "weights" not in sample:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from jdp.base.errors import UserError, public
 from jdp.base.toml import described
-from jdp.data.batches import Source, sample_at
+from jdp.data.batches import Source, in_epoch, sample_at
 from jdp.data.held_out import fingerprint
 
 _CIRCLE = 2**32
@@ -33,10 +33,10 @@ _STEP = 2654435769  # the odd number nearest to 2³²/φ: all points are visited
 
 @dataclass(frozen=True, eq=False)
 class MixedSamples:
-    """Sources interleaved by weight. An epoch has as many samples as all sources together; plain indices are the first.
+    """Sources interleaved by weight. An epoch has as many samples as all sources together.
 
     A source repeats within an epoch if its weight exceeds its share of the samples; if its weight is less, some samples
-    wait for the next epoch.
+    wait for the next epoch. Without a shuffle each source is read in its own order.
     """
 
     sources: tuple[Source, ...]  # the samples, of the same keys, shapes and dtypes
@@ -47,7 +47,12 @@ class MixedSamples:
         return sum(map(len, self.sources))
 
     def __getitem__(self, index: int, /) -> Mapping[str, NDArray[Any]]:
-        return self.sample_at(range(len(self))[index], 0)
+        return self.sample_in_epoch(range(len(self))[index], 0)
+
+    def sample_in_epoch(self, index: int, epoch: int) -> Mapping[str, NDArray[Any]]:
+        source, turn = self.turn(epoch * len(self) + index, 0)
+        part = self.sources[source]
+        return in_epoch(part, turn % len(part), turn)
 
     def sample_at(self, position: int, seed: int) -> Mapping[str, NDArray[Any]]:
         """Return the sample at a position >= 0 of an endless run, ordered by `seed` and `self.seed`."""
