@@ -8,7 +8,7 @@ held-out side of each part of a mixture is an evaluation set too. Only the train
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -293,8 +293,8 @@ class MadeData:
         if len(samples) > 10_000:
             text = f"{self.name}: all {len(samples):,} samples are read at each start, to hold out a part by content"
             notice(f"{text}; of two sides, one to train on and one held out, {2 * _LOOKED_AT} are read")
-        scores = np.asarray(_scores(samples, len(samples)))
-        rows = split_samples(scores, self.heldout_fraction, self.name)
+        scores = np.asarray([*_scores(samples, len(samples))])
+        rows = split_samples(scores[:, 0], self.heldout_fraction, self.name)
         train, heldout = (_samples(self.name, self.given, side) for side in rows)
         return train, heldout, fingerprint(f"{self.described} {self.heldout_fraction}", [scores])
 
@@ -308,8 +308,7 @@ class MadeData:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits: for one object a hash of all samples without labels and weights; for two sides a hash of
-        their lengths and of up to 64 samples each."""
+        """16 hex digits: a hash of one object's samples; of two sides' lengths and up to 64 samples of each."""
         return self._split[2]
 
     def __str__(self) -> str:
@@ -346,11 +345,12 @@ def _samples(name: str, source: Any, rows: NDArray[np.int64] | None = None) -> M
     return made(name, source, range(len(source)) if rows is None else rows)
 
 
-def _scores(samples: MadeSamples, most: int) -> list[float]:
-    """Return the `content_score` of samples without labels, targets and weights: of `most` of them, spread evenly."""
-    scores, count = list[float](), len(samples)
+def _scores(samples: MadeSamples, most: int) -> Iterator[tuple[float, float]]:
+    """Yield the scores of `most` samples, spread evenly: without labels, targets and weights, and of all arrays."""
+    count = len(samples)
     for index in np.unique(np.rint(np.linspace(0, count - 1, min(count, most))).astype(np.int64)):
         sample = samples[int(index)]
-        seen = [key for key in sorted(sample) if key not in NOT_CONTENT] or sorted(sample)
-        scores.append(content_score(b"".join(np.ascontiguousarray(sample[key]).tobytes() for key in seen)))
-    return scores
+        contents = {key: np.ascontiguousarray(sample[key]).tobytes() for key in sorted(sample)}
+        seen = b"".join(content for key, content in contents.items() if key not in NOT_CONTENT)
+        every = b"".join(contents.values())
+        yield content_score(seen or every), content_score(every)

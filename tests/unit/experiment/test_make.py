@@ -248,8 +248,9 @@ def test_two_sides_keep_their_samples_and_order(fresh_notices, capsys):
     assert data.fingerprint == data_of(sides).fingerprint != data_of((sides[0], [{"x": np.array(8)}])).fingerprint
     with pytest.raises(ExperimentError, match="has its own order"):
         data_of(sides[0])
-    whole = [{"x": np.array(float(i))} for i in range(100)]
-    assert data_of(whole).fingerprint != data_of(whole, heldout_fraction=0.2).fingerprint
+    whole = [{"x": np.array(float(i)), "labels": np.array(0)} for i in range(100)]
+    others = data_of(whole, heldout_fraction=0.2), data_of([each | {"labels": np.array(1)} for each in whole])
+    assert data_of(whole).fingerprint not in [other.fingerprint for other in others]
     assert "read" not in capsys.readouterr().err and data_of(101 * whole).fingerprint
     assert "all 10,100 samples are read at each start" in capsys.readouterr().err
 
