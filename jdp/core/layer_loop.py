@@ -194,7 +194,7 @@ class LayerLoop:
         layer = self._layer_of(weights, k)
         values = [weight.value for weight, _ in layer]
         if earlier:
-            values, _ = jax.lax.optimization_barrier((values, earlier))
+            values, _ = jax.lax.stop_gradient(jax.lax.optimization_barrier((values, earlier)))
         leading = int(not _is(k, self.count))
         with nullcontext() if leading else jax.named_scope(AT_TOP):
             pairs = zip(values, layer, strict=True)
