@@ -65,6 +65,7 @@ class LayerLoop:
     _layer: Layer = field(init=False)
     _is_ahead: bool = field(init=False)  # gathers are sent before they are needed
     _keeps: bool = field(init=False)  # gathered weights are kept for the backward pass
+    _is_trained: bool = field(init=False)  # not in an evaluation, whose loss may have a gradient inside
     _residuals: _Residuals = field(init=False)
     _derivative: LayerDerivative | None = field(init=False, default=None)
 
@@ -76,6 +77,7 @@ class LayerLoop:
         self.is_unrolled |= self.count < 3
         sends = self.boundary.gather is not None and any(placement.dim is not None for placement in self.placements)
         self._is_ahead, self._keeps = sends, sends and not self.boundary.again
+        self._is_trained = any(weight.slot is not None for part in weights for weight in part)
         gathered, slices = jax.eval_shape(lambda w, o: (self._gather(w, 0), _at(o, 0)), weights, others)
         self._layer, carry, outer = _closed(layer, gathered, slices, carry)
         loop = jax.custom_vjp(self._plain)
@@ -202,7 +204,7 @@ class LayerLoop:
 
     def _reduce(self, weights: Weights, k: Any, gradients: list[Any]) -> list[Any]:
         """Sum the gradients of a layer's trained weights."""
-        trained = (pair for pair in self._layer_of(weights, k) if pair[1].trained)
+        trained = (pair for pair in self._layer_of(weights, k) if pair[0].slot is not None)
         leading = int(not _is(k, self.count))
         return [
             self.boundary.reduced(gradient, replace(weight, value=None), placement, leading)
@@ -223,9 +225,9 @@ class LayerLoop:
         return [(_at(weight, k), placement) for weight, placement in zip(weights[0], self.placements, strict=True)]
 
     def _reducible(self, gradients: list[Any], placements: list[Placement]) -> list[Any]:
-        """Return the gradients of trained weights, in the dtype of their sums."""
+        """Return the gradients of trained weights, in the dtype of their sums; none if weights have no slots."""
         dtype, pairs = self.boundary.precision.reduce_dtype, zip(gradients, placements, strict=True)
-        return [x.astype(dtype) for x, placement in pairs if placement.trained]
+        return [x.astype(dtype) for x, placement in pairs if placement.trained and self._is_trained]
 
     def _rounds(
         self, round_: Any, state: Any, order: Sequence[int], stacks: Stacks, peeled: int = 1

@@ -68,6 +68,7 @@ def slope_loss(params, batch, rng, by_row=True):
 
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)}
+SLOPE = partial(slope_loss, by_row=False)
 PLAIN, FULL, DOTS = (partial(layers_loss, dropout=DROPOUT, remat=remat) for remat in (None, "full", "dots"))
 MODELS = {
     "layers": (init_layers, PLAIN, tokens_of(16)),
@@ -79,7 +80,7 @@ CASES = {
     "zero3 dots, 2": ("layers", DOTS, "zero3", {"accumulate": 2}, True),
     "zero2, 4, replicas": ("layers", FULL, "zero2", {"accumulate": 4, "replica": 2}, True),
     "ddp, 2": ("layers", FULL, "ddp", {"accumulate": 2, "clip_norm": 0.1}, False),
-    "zero3 slope": ("by row", partial(slope_loss, by_row=False), "zero3", {}, False),
+    "zero3 slope": ("by row", SLOPE, "zero3", {}, False),
     "zero3 nested": ("nested", nested_loss, "zero3", {}, False),
 }
 """name -> model, loss, strategy, settings, and whether the loop is unrolled as on GPUs."""
@@ -100,7 +101,7 @@ def on_one_device(model, clip_norm):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.default_ids("zero3")
+@pytest.mark.default_ids("zero3", "zero3 slope")
 def test_results_are_those_of_one_device(case, monkeypatch):
     model, loss, strategy, settings, unrolls = CASES[case]
     monkeypatch.setattr(layers._Body, "unrolls", unrolls)
@@ -171,6 +172,21 @@ def test_short_layers_share_their_collectives(devices, axes, tokens, by_layer):
     mesh = jdp.make_mesh(**axes, data=-1, devices=target(devices).devices)
     assert hides_collectives(6 * layer * tokens, layer, 2, mesh, is_sharded=True) == by_layer
     assert hides_collectives(1.0, layer, 2, jdp.make_mesh(), is_sharded=True)  # on unknown devices
+
+
+@pytest.mark.rest
+def test_a_gradient_inside_may_be_evaluated_and_sent_in_few_bytes():
+    """Nothing is reduced for the inner gradient. bf16 rounds the outer one twice, by 2⁻⁷ at most."""
+    (params, _, metrics), (init, _, batch) = on_one_device("by row", None), MODELS["by row"]
+    (sent, *_), _ = run("by row", SLOPE, "zero3", accumulate=2, replica=2, wire="bf16")
+    plan = plan_of("zero3", 4, min_shard_size=64, data=-1)
+    state = jdp.init_state(init, SGD, plan, rng=jax.random.key(0))
+    evaluated = jdp.make_eval_step(SLOPE, plan, partitioning="manual")(state, batch)
+    np.testing.assert_allclose(evaluated["loss"], metrics["loss"], rtol=2e-5)
+    start = jax.device_get(state.params)
+    change = lambda params: jax.tree.map(lambda new, old: new - old, params, start)  # noqa: E731
+    for got, expected in zip(*map(jax.tree.leaves, map(change, (sent, params))), strict=True):
+        np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())
 
 
 @pytest.mark.rest

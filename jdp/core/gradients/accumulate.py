@@ -112,7 +112,7 @@ class Microbatch:
 
     def forward(self, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums of the loss, and the model state afterwards."""
-        return self.loss(self._weights(self.slots, None, None), model_state, batch, key)
+        return self.loss(self._weights(None, None, None), model_state, batch, key)
 
     def _weights(self, *fields: PyTree) -> PyTree:
         placements = self.spec.placements
