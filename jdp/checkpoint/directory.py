@@ -2,8 +2,7 @@
 
 A save copies the arrays from the devices; Orbax writes them to `.saving-STEP` in the background. Then every process
 hashes its files, process 0 writes the description and the checksums, and renames the folder to STEP. So a run killed
-while saving finds the previous step. Opening a directory changes nothing in it, so another process may read while a run
-trains.
+while saving finds the previous step. Opening a directory changes nothing, so another process may read during a run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A GPT for writing text, from a run's folder or an export: located and checked first, its weights read later.
 
 A run's averaged parameters are used if it has them (`optimizer.ema_decay`), as in its evaluations. An export is a
-folder in Hugging Face's format: `config.json`, `model.safetensors` or its shards, `tokenizer.json`. The model is on one
-device.
+folder of Hugging Face's format: `config.json`, `model.safetensors` or shards, `tokenizer.json`. One device has it all.
 """
 
 from __future__ import annotations

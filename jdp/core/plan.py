@@ -48,8 +48,7 @@ _WRITE = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1")'
 
 @dataclass(frozen=True)
 class Plan:
-    """A mesh and a strategy, which determine the sharding of every leaf of a state. Immutable; `print(plan)` describes
-    it.
+    """A mesh and a strategy: they determine the sharding of every leaf of a state. Immutable; `print` describes it.
 
         >>> plan = jdp.Plan(jdp.make_mesh(data=8), "zero1")
         >>> print(plan)

@@ -1,7 +1,6 @@
 """The checks of `jdp doctor` for this machine, and for the processes together; each finding names the fix.
 
-Findings are exchanged through the coordination service, which works while devices hang. Only the checks of devices
-start JAX.
+Findings go through the coordination service, which works while devices hang. Only the checks of devices start JAX.
 """
 
 import importlib.metadata
