@@ -65,7 +65,6 @@ class LayerLoop:
     _layer: Layer = field(init=False)
     _is_ahead: bool = field(init=False)  # gathers are sent before they are needed
     _keeps: bool = field(init=False)  # gathered weights are kept for the backward pass
-    _is_trained: bool = field(init=False)  # not in an evaluation, whose loss may have a gradient inside
     _residuals: _Residuals = field(init=False)
     _derivative: LayerDerivative | None = field(init=False, default=None)
 
@@ -77,9 +76,11 @@ class LayerLoop:
         self.is_unrolled |= self.count < 3
         sends = self.boundary.gather is not None and any(placement.dim is not None for placement in self.placements)
         self._is_ahead, self._keeps = sends, sends and not self.boundary.again
-        self._is_trained = any(weight.slot is not None for part in weights for weight in part)
         gathered, slices = jax.eval_shape(lambda w, o: (self._gather(w, 0), _at(o, 0)), weights, others)
         self._layer, carry, outer = _closed(layer, gathered, slices, carry)
+        trained = (placement.trained for placement in (*self.placements, *self.after))
+        if any(trained) and all(weight.slot is None for part in weights for weight in part):  # an evaluation
+            return self._plain(weights, others, carry, outer)
         loop = jax.custom_vjp(self._plain)
         loop.defvjp(self._saving, self._backward)
         return loop(weights, others, carry, outer)
@@ -196,11 +197,11 @@ class LayerLoop:
         layer = self._layer_of(weights, k)
         values = [weight.value for weight, _ in layer]
         if earlier:
-            values, _ = jax.lax.stop_gradient(jax.lax.optimization_barrier((values, earlier)))
+            values, _ = jax.lax.optimization_barrier((values, jax.lax.stop_gradient(earlier)))
         leading = int(not _is(k, self.count))
         with nullcontext() if leading else jax.named_scope(AT_TOP):
             pairs = zip(values, layer, strict=True)
-            return [self.boundary(replace(weight, value=value), place, leading) for value, (weight, place) in pairs]
+            return [self.boundary.in_derivative(replace(each, value=x), place, leading) for x, (each, place) in pairs]
 
     def _reduce(self, weights: Weights, k: Any, gradients: list[Any]) -> list[Any]:
         """Sum the gradients of a layer's trained weights."""
@@ -225,9 +226,9 @@ class LayerLoop:
         return [(_at(weight, k), placement) for weight, placement in zip(weights[0], self.placements, strict=True)]
 
     def _reducible(self, gradients: list[Any], placements: list[Placement]) -> list[Any]:
-        """Return the gradients of trained weights, in the dtype of their sums; none if weights have no slots."""
+        """Return the gradients of trained weights, in the dtype of their sums."""
         dtype, pairs = self.boundary.precision.reduce_dtype, zip(gradients, placements, strict=True)
-        return [x.astype(dtype) for x, placement in pairs if placement.trained and self._is_trained]
+        return [x.astype(dtype) for x, placement in pairs if placement.trained]
 
     def _rounds(
         self, round_: Any, state: Any, order: Sequence[int], stacks: Stacks, peeled: int = 1

@@ -32,7 +32,6 @@ from jdp.core.types import PyTree
 Block = Callable[[Any, Any], Any]
 Activations = TypeVar("Activations")
 
-
 _SMALL = 2**16
 """Norms and biases of at most this many bytes a layer are gathered for all layers at once. Gathered alone, each would
 take a slice, a cast and a collective in every layer."""

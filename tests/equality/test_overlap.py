@@ -3,6 +3,7 @@
 import functools
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -187,6 +188,33 @@ def test_a_gradient_inside_may_be_evaluated_and_sent_in_few_bytes():
     change = lambda params: jax.tree.map(lambda new, old: new - old, params, start)  # noqa: E731
     for got, expected in zip(*map(jax.tree.leaves, map(change, (sent, params))), strict=True):
         np.testing.assert_allclose(got, expected, atol=2**-6 * np.abs(expected).max())
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_gradient_or_an_evaluation_may_be_differentiated(strategy):
+    """Through the gathers of the loop, by the weights; the inner gradient is by their slots. They are up to 40."""
+    init, _, batch = MODELS["by row"]
+    model = init(jax.random.key(0))
+
+    def loss(params, batch, rng):
+        x = jdp.scan_layers(lambda each, x: x + jnp.tanh(x @ each["up"]) @ each["down"], params["layers"], batch["x"])
+        return jdp.Loss(jnp.sum(jnp.tanh(x)), jnp.float32(len(x)))
+
+    def derivatives(plan):
+        gradient = jdp.value_and_grad(loss, plan, partitioning="manual")
+        evaluate = jdp.make_eval_step(loss, plan, partitioning="manual")
+        state = jdp.init_state(init, SGD, plan, rng=jax.random.key(0))
+
+        def total(params):
+            metrics, grads = gradient(params, batch, jax.random.key(1))
+            evaluated = evaluate(replace(state, params=params), batch)["loss"]
+            return metrics["loss"] + 2 * evaluated + sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(grads))
+
+        along = lambda params: jax.jvp(total, (params,), (params,))[1]  # noqa: E731
+        return jax.device_get(jax.jit(lambda params: (jax.grad(total)(params), along(params)))(jdp.place(model, plan)))
+
+    assert_close(derivatives(plan_of(strategy, 4, min_shard_size=64)), derivatives(plan_of("ddp", 1)), atol=1e-4)
 
 
 @pytest.mark.rest

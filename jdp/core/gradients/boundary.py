@@ -103,6 +103,12 @@ class Boundary:
         boundary.defvjp(forward, backward)
         return boundary(weight)
 
+    def in_derivative(self, weight: Weight, placement: Placement, leading: int) -> jax.Array:
+        """Return the same, also for a user who differentiates by values: by models, around a gradient of jdp's."""
+        gathered = self.gathered(weight, placement, leading)
+        zeros = replace(weight, value=jnp.zeros(gathered.shape, gathered.dtype))
+        return gathered + replace(self, gather=None)(zeros, placement, leading)
+
 
 @dataclass(frozen=True)
 class GatherTable:

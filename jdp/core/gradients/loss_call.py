@@ -298,12 +298,7 @@ def names_of(model_state: PyTree) -> list[str]:
 
 
 def refuse_varying(
-    call: Callable[[PyTree, Batch, PyTree], tuple[Sums, PyTree]],
-    model_state: PyTree,
-    batch: Batch,
-    key: PyTree,
-    *,
-    carried: bool,
+    call: Callable[..., tuple[Sums, PyTree]], model_state: PyTree, batch: Batch, key: PyTree, *, carried: bool
 ) -> None:
     """Refuse model state that is not floating point and would differ between devices."""
     leaves = jax.tree.leaves(model_state)

@@ -203,8 +203,7 @@ class PartitionedLoss:
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
-    """Return the loss, the weight and the loss function's metrics over the whole batch, with NAME_weight of those that
-    have their own."""
+    """Return the loss, the weight and the loss' metrics over the whole batch; NAME_weight is a metric's own."""
     metrics = {name: total / (*own, sums.weight)[0] for name, (total, *own) in sums.metrics.items()}
     weights = {f"{name}_weight": own for name, (_, *rest) in sums.metrics.items() for own in rest}
     return {**metrics, **weights, "loss": sums.total / sums.weight, "weight": sums.weight}
