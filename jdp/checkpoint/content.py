@@ -1,8 +1,7 @@
 """The content of a checkpoint: the leaves of a train state or other tree by path, and how they are read onto a target.
 
 It is independent of meshes, strategies, processes and container types. Reading compares the checkpoint's table of
-leaves with a target, whose leaves give the path, shape, dtype and sharding of each array, and reads only these into
-memory.
+leaves with a target, whose leaves give the path, shape, dtype and sharding of each array, and reads only these.
 """
 
 from __future__ import annotations

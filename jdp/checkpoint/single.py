@@ -34,8 +34,7 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     Args:
         path: a folder that does not exist or is empty; all processes must see the same folder.
         state: the complete train state, under any plan; or any tree of arrays, numbers, NNX modules and optimizers.
-        overwrite: True replaces a checkpoint at `path`, for a loop that keeps only its last checkpoint. Other files are
-            never replaced.
+        overwrite: True replaces a checkpoint at `path`, for a loop that keeps only its last. Other files stay.
 
     Raises:
         CheckpointError: `path` exists, or cannot be written, or the state is abstract; nothing was changed.

@@ -14,8 +14,7 @@
 | 141       | the reader of stdout has exited, as `head` does; `train` and `launch` go on without it              |
 
 tyro parses a command's typed options; anything else that starts with two dashes, `--a.b value`, is an override of the
-experiment file. Commands are imported when they run, and JAX late inside them, so that help and option errors appear at
-once.
+experiment file. Commands are imported when they run, and JAX late inside them, so help and errors appear at once.
 
 If a terminal is closed, the reader of a pipe exits, or the disk of a log file is full, a write to stdout or stderr
 fails anywhere in the program: in a progress bar, a notice, a library. The stream then catches the error, continues on

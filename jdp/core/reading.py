@@ -282,6 +282,11 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
     return TracedCollectives(gathered, tuple(issued), frozenset(looked_up), exchanged)
 
 
+def branches_of(jaxpr: Any) -> list[Any]:
+    """Return the branches of all conditions in a jaxpr."""
+    return [x for eqn in every_eqn(jaxpr) if eqn.primitive.name == "cond" for x in jaxprs_in_params(eqn.params)]
+
+
 def gathers_by_layer(jaxpr: Any) -> bool:
     """Return True if a trace gathers a parameter in a layer loop."""
     return any(_PARAMETER.search(scope) and AT_TOP not in scope for _, _, scope in _collectives(jaxpr))
@@ -294,8 +299,8 @@ def reduced_by_layer(jaxpr: Any) -> dict[str, tuple[int, int]]:
     """
     sums: dict[str, Counter[str]] = {}
     layers = Counter[tuple[str, str]]()
-    branches = [x for eqn in every_eqn(jaxpr) if eqn.primitive.name == "cond" for x in jaxprs_in_params(eqn.params)]
-    if any(_REDUCTION.search(str(eqn.source_info.name_stack)) for branch in branches for eqn in every_eqn(branch)):
+    inside = (eqn for branch in branches_of(jaxpr) for eqn in every_eqn(branch))
+    if any(_REDUCTION.search(str(eqn.source_info.name_stack)) for eqn in inside):
         return {}
     for eqn, times, scope in _collectives(jaxpr):
         if match := _REDUCTION.search(scope):

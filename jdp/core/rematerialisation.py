@@ -53,8 +53,7 @@ def _save_activations(prim: Any, *operands: Any, **params: Any) -> bool:
 def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
     """Keep the products with weights, and the results of attention, from which its backward pass starts.
 
-    Products with batch dimensions are attention's own, [length, length] a head: computing them again is cheaper than
-    reading them.
+    Products with batch dimensions are attention's own, [length, length] a head: cheaper to compute again than to read.
     """
     if prim.name == "dot_general":
         _, batch = params["dimension_numbers"]

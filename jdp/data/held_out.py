@@ -42,8 +42,7 @@ def split_samples(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the indices of the training and the held-out samples, in order: int64 [n] each.
 
-    An empty side gets the nearest sample, with its copies, and this is reported. A fraction of 0 holds
-    nothing out.
+    An empty side gets the nearest sample, with its copies, and this is reported. A fraction of 0 holds nothing out.
     """
     if heldout_fraction == 0 and len(scores):
         return np.arange(len(scores)), np.arange(0)

@@ -10,8 +10,7 @@ held-out set. A sample is one picture, fitted to the size and normalised, with i
    (He et al. 2016, section 4.2): a shift by at most `crop_padding` pixels each way.
 3. The resized crop is a part of the picture with random area and proportions, resized to the image's size (Szegedy et
    al. 2014, arXiv:1409.4842, section 6). As in torchvision's `RandomResizedCrop`, the share of the area is uniform, and
-   the proportions, 3:4 to 4:3, are log-uniform. After ten draws that do not fit, the largest centred part with such
-   proportions is used.
+   the proportions, 3:4 to 4:3, are log-uniform. After ten draws that do not fit, the largest centred part is used.
 """
 
 import math

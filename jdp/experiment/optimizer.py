@@ -62,8 +62,7 @@ def optimizer(experiment: Experiment, shapes: Shapes | None = None) -> optax.Gra
 def _rule(experiment: Experiment, shapes: Shapes) -> optax.GradientTransformation:
     """Return the update rule. Raises ExperimentError if optimizer.make does not return a rule.
 
-    Weight decay excludes biases and norm scales by name, not by number of dimensions, because the scales of stacked
-    layers have two.
+    Weight decay excludes biases and norm scales by name, not by dimensions, because those of stacked layers have two.
     """
     chosen, rate = experiment.optimizer, learning_rate(experiment)
     if chosen.make:

@@ -63,8 +63,7 @@ class Examined:
     def rows(self) -> list[tuple[Finding, tuple[int, ...]]]:
         """Return a finding for each row of the table, with its processes, in the order of the checks.
 
-        If a check is ok in all processes, the row has the first process' finding. Findings with the same fix share a
-        row.
+        If a check is ok in all processes, the row has the first one's finding. Findings with the same fix share a row.
         """
         everyone = [(finding, process) for process, all_ in self.findings.items() for finding in all_]
         rows: list[tuple[Finding, tuple[int, ...]]] = []

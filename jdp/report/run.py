@@ -1,7 +1,6 @@
 """One run for its page, and its events in words: visits, their ends, and the events between.
 
-A page takes plain values; `jdp report` reads them from the folders of runs, and compiles the step again for memory and
-timeline.
+A page takes plain values; `jdp report` reads them from runs, and compiles the step again for memory and timeline.
 """
 
 from __future__ import annotations

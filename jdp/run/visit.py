@@ -304,8 +304,7 @@ class Visit:
 class Clock:
     """Measures the steps since the last row of metrics.
 
-    The first step of a process compiles. Only a row for that step alone includes it, and the summary's speed excludes
-    that row.
+    The first step of a process compiles. Only a row for that step alone includes it; the summary's speed does not.
     """
 
     def __init__(self, assembly: Assembly, progress: Progress, feed: Feed) -> None:

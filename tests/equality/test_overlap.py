@@ -3,6 +3,7 @@
 import functools
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -215,6 +216,21 @@ def test_a_gradient_or_an_evaluation_may_be_differentiated(strategy):
         return jax.device_get(jax.jit(lambda params: (jax.grad(total)(params), along(params)))(jdp.place(model, plan)))
 
     assert_close(derivatives(plan_of(strategy, 4, min_shard_size=64)), derivatives(plan_of("ddp", 1)), atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_branch_that_a_device_may_not_take_gathers_nothing(strategy):
+    init, _, batch = MODELS["by row"]
+    layer = lambda each, x: x + jnp.tanh(x @ each["up"]) @ each["down"]  # noqa: E731
+
+    def loss(params, batch, rng):
+        through = partial(jdp.scan_layers, layer, params["layers"])
+        x = jax.lax.cond(batch["x"][0, 0] > 0, through, lambda x: x, batch["x"])
+        return jdp.Loss(jnp.sum(jnp.square(x)), jnp.float32(len(x)))
+
+    plan = plan_of(strategy, 4, min_shard_size=64)
+    with pytest.raises(ValueError, match="would hang; given a branch") if strategy == "zero3" else nullcontext():
+        train(loss, init, SGD, plan, [batch], partitioning="manual")
 
 
 @pytest.mark.rest

@@ -5,8 +5,7 @@ stacked parameter. A tensor may be stored transposed.
 
 Of Hugging Face's names, GPT-2's maps are Conv1D, [in, out] as jdp's; query, key and value are joined. Llama's are
 nn.Linear, [out, in], so transposed; the rotary pairing is the same. Mistral, Qwen2 and Qwen3 have Llama's names, plus
-those of `qkv_bias` and `qk_norm`. `layers/...` is index N of a stack in a scanned model, and `layers/N/...` in an
-unrolled one.
+those of `qkv_bias` and `qk_norm`. `layers/...` is index N of a stack in a scanned model; unrolled, `layers/N/...`.
 """
 
 from collections.abc import Mapping, Sequence

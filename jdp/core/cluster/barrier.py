@@ -2,8 +2,7 @@
 
 JAX's own barrier (`multihost_utils.sync_global_devices`) is a collective of the devices: if a process is missing, it
 waits for ever, without a message. These barriers use the coordination service, which answers even if the devices hang.
-A barrier has a name and a number, the count of earlier barriers of that name, so all processes must come to them in the
-same order.
+A barrier has a name and the number of earlier ones of that name, so all processes must come to them in the same order.
 """
 
 import json

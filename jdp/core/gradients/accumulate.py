@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdp.base.chips import GPUS
+from jdp.base.errors import UserError
 from jdp.base.formatting import listed
 from jdp.base.link_times import Group, group_cost
 from jdp.base.notices import notice
@@ -26,7 +27,7 @@ from jdp.core.gradients.boundary import Boundary, Weight, cast_and_gather
 from jdp.core.gradients.collectives import Collectives, GradientSpec, map_leaves, sum_leaves
 from jdp.core.gradients.loss_call import Sums, TracedLoss, changed_leaves, refuse_varying
 from jdp.core.gradients.wire import seeds, seeds_by_row
-from jdp.core.reading import count_flops, gathers_by_layer, reduced_by_layer
+from jdp.core.reading import branches_of, count_flops, gathers_by_layer, reduced_by_layer
 from jdp.core.rematerialisation import keep_costly
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.mesh import batch_axes, traced_mesh, traced_model_axes
@@ -232,7 +233,14 @@ def _gathers_again(gradient: Microbatch, *first: Any) -> bool:
     sharded = [placement.path for placement in placements if placement.dim is not None]
     if gradient.spec.strategy.gather != "use" or not sharded:
         return False
-    if gathers_by_layer(jax.make_jaxpr(gradient.forward)(*first).jaxpr):
+    traced = jax.make_jaxpr(gradient.forward)(*first).jaxpr
+    if any(map(gathers_by_layer, branches_of(traced))):
+        raise UserError(
+            "A branch of jax.lax.cond gathers no weights under zero3, because devices that take another branch would "
+            "hang; given a branch that calls jdp.scan_layers. Call it outside, and choose by jnp.where; or take "
+            "partitioning='auto'."
+        )
+    if gathers_by_layer(traced):
         return False
     holds = "gathers them again in the backward pass, when XLA's scheduler chooses"
     if prints := _PRINTS & gradient.spec.operations:

@@ -59,8 +59,7 @@ class Trial:
     def finding(self, rows: int) -> str | None:
         """Describe the first violation, with its two numbers; None if the loss passes.
 
-        A loss that does not accept `ROWS` rows is tried on the `rows` of a call of the step. Raises UntriedError if
-        neither decides.
+        A loss that does not accept `ROWS` rows is tried on the step's `rows`. Raises UntriedError if neither decides.
         """
         batch_size, reason = batch_rows(self.batch), ""
         for count in dict.fromkeys((min(ROWS, batch_size), min(rows, batch_size))):
