@@ -1,4 +1,4 @@
-"""Ranks that mpirun started join by jdp.initialize, as `jdp train` does, without mpi4py, and end together."""
+"""Ranks that mpirun started join, without mpi4py: a program that calls jdp.initialize, and `jdp train`."""
 
 import subprocess
 import sys
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from own_process import environment
+from tiny_experiment import points_text, tables, write_points
+from tiny_runs import rows
 
 from jdp.core.cluster.initialize import FAILED
 
@@ -43,6 +45,14 @@ def ranks(version, *command, folder):
     variables = environment(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2")
     done = subprocess.run(ranks, cwd=folder, env=variables, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
+
+
+def test_two_ranks_train_one_run(tmp_path):
+    train = tables(train={"steps": 3, "batch_size": 8, "log_every": 1, "eval_batches": 1})
+    write_points(tmp_path, points_text(train, top="devices = 2\n"))
+    code, printed = ranks("Open MPI 5", "-m", "jdp", "train", "points.toml", folder=tmp_path)
+    assert code == 0 and "ddp on data=4 cpu devices" in printed, printed
+    assert list(rows(tmp_path / "runs" / "points", "loss")) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("version", MPIRUNS)
