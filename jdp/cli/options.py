@@ -42,7 +42,7 @@ class UsageError(UserError):
 def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
     """Parse a command's options; `~` in paths is resolved. Raises UsageError with tyro's words for a mistake."""
     if HELP.intersection(arguments):
-        print(command_help(name, options, every_key=ALL_KEYS in arguments))
+        print(command_help(name, options, every_key=ALL_KEYS in arguments), flush=True)  # while it can be reported
         raise SystemExit(0)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     for field in dataclasses.fields(options):

@@ -46,6 +46,7 @@ def test_help_takes_no_jax():
     assert (done.returncode, done.stderr) == (0, "") and "--train.steps" in done.stdout
 
 
+FULL = "error: the output cannot be written: No space left on device\n"
 STREAMS = {
     "a reader that left": ("{} train --help | true", "", 141),
     "a reader that left a run": (
@@ -53,13 +54,14 @@ STREAMS = {
         "jdp: stdout cannot be written (Broken pipe): the run goes on without it\n",
         0,
     ),
-    "a full disk": ("{} --help > /dev/full", "error: the output cannot be written: No space left on device\n", 2),
+    "a full disk": ("{} --help > /dev/full", FULL, 2),
+    "a full disk for a command's help": ("{} doctor --help > /dev/full", FULL, 2),
 }
 
 
 @pytest.mark.parametrize(("line", "said", "code"), STREAMS.values(), ids=STREAMS)
 def test_what_stands_around_the_command_is_no_traceback(line, said, code):
-    command = f"set -o pipefail; {line.format(f'{sys.executable} -m jdp')}"
+    command = f"unset PYTHONUNBUFFERED; set -o pipefail; {line.format(f'{sys.executable} -m jdp')}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr, done.stdout) == (code, said, "")
 
