@@ -261,8 +261,8 @@ def as_sums(value: Any, batch: Batch) -> Sums:
 
 def _metric(name: str, entry: Any) -> tuple[jax.Array, ...]:
     """Return a metric's total, and its weight if it has one: a scalar, or of the total's shape."""
-    pair: Any = entry if isinstance(entry, tuple) else (entry,)
-    if len(pair) > 2 or not all(hasattr(part, "dtype") or isinstance(part, int | float) for part in pair):
+    pair: Any = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry,)
+    if not all(hasattr(part, "dtype") or isinstance(part, int | float) for part in pair):
         raise UserError(
             f"A metric is an array summed over examples, or a pair (array, weight); given metric {name!r} of "
             f"{type(entry).__name__}. Give several metrics several names."

@@ -270,6 +270,7 @@ def test_ragged_and_indivisible_batches_are_refused(axes, accumulate, batch, mes
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"loss": y.sum()}), "rename the metric 'loss'"),
         (lambda y: jdp.Loss(y.sum(), 9, {"y": y.sum(), "y_weight": 9}), "rename the metric 'y_weight'"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": {"a": y.sum()}}), r"metric 'hits' of dict\. Give several"),
+        (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": (y.sum(),)}), r"metric 'hits' of tuple\. Give several"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": y}), r"metric 'hits' has shape \(\d+,\) for \d+ rows.* Sum it"),
     ],
 )
