@@ -227,7 +227,7 @@ def hides_collectives(flops: float, elements: int, itemsize: int, mesh: Mesh, *,
 def _gathers_again(gradient: Microbatch, *first: Any) -> bool:
     """Return True if the backward pass gathers all weights again, because no layer loop gathers any; report it.
 
-    Return False for a loss that prints or calls back, which it would do twice.
+    Return False for a loss that prints or calls back, which it would do twice. Refuse a branch that gathers.
     """
     placements = jax.tree.leaves(gradient.spec.placements)
     sharded = [placement.path for placement in placements if placement.dim is not None]
