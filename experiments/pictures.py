@@ -21,13 +21,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "lessons"))
 
 from narration import keep
 
-from jdp.report.charts import INK, SERIES, chart
+from jdp.report.charts import INK, SERIES, SETTINGS, chart
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENT, TARGET = "experiments/llama_8b_zero3.toml", "h100:8x8"
@@ -51,6 +52,7 @@ def planned() -> list[dict[str, Any]]:
     return [candidates[strategy] for strategy in STRATEGIES]
 
 
+@mpl.rc_context(SETTINGS)
 def memory(candidates: list[dict[str, Any]], path: Path) -> None:
     """Draw the peak memory of a device by class, beside the device's memory."""
     figure, (axes,) = chart(height=2.9, width=8.5)
@@ -66,7 +68,7 @@ def memory(candidates: list[dict[str, Any]], path: Path) -> None:
     axes.text(available + 1, -0.62, f"an H100 has {available:.0f} GiB", va="center", color=INK)
     axes.set_yticks(range(len(candidates)), [candidate["strategy"] for candidate in candidates])
     axes.set(xlim=(0, 165), ylim=(len(candidates) - 0.5, -0.95), xlabel="GiB a GPU, at the peak of a step")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower right")
     keep(figure, path, described(candidates))
 
 

@@ -105,6 +105,7 @@ def test_its_picture_says_what_it_shows():
     drawn = (ROOT / file).read_text(encoding="utf-8")
     assert described == re.search("<title>(.*?)</title>", drawn)[1]
     assert "prefers-color-scheme: dark" in drawn
+    assert all("fill: var(--" in text for text in re.findall("<text .*?>", drawn))
 
 
 @pytest.mark.rest
