@@ -76,7 +76,7 @@ from jdp.foresight.program.module import Program, parse
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.timing.kernels import CostModel
-from jdp.foresight.timing.timeline import timeline
+from jdp.foresight.timing.timeline import ATTENTION, PRODUCTS, Timeline, timeline
 from jdp.models import build
 
 GOAL = (0.10, 0.25)
@@ -139,15 +139,17 @@ def devices(run: Run) -> Target:
 
 def foresee(run: Run, programs: Sequence[Program], model: CostModel | None = None) -> dict[str, float]:
     """Return the seconds of a step at full depth, in all and by part, and tokens per second of one GPU."""
-    fewer, more = (timeline(program, devices(run), model) for program in programs)
     layers = (run.config.layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
 
-    def whole(part: str) -> float:
-        return getattr(fewer, part) + layers * (getattr(more, part) - getattr(fewer, part))
+    def values(line: Timeline) -> dict[str, float]:
+        found = {part: getattr(line, part) for part in ("step_seconds", "compute_seconds", "exposed_seconds", "flops")}
+        products, attention = (line.parts.get(part, 0.0) for part in (PRODUCTS, ATTENTION))
+        rest = line.compute_seconds - products - attention
+        return found | {"product_seconds": products, "attention_seconds": attention, "other_seconds": rest}
 
-    parts = ("step_seconds", "compute_seconds", "matmul_seconds", "attention_seconds", "exposed_seconds", "flops")
-    found = {part: whole(part) for part in parts}
-    found["eager_seconds"] = (EAGER - 1) * (found["compute_seconds"] - found["matmul_seconds"]) if run.eager else 0.0
+    fewer, more = (values(timeline(program, devices(run), model)) for program in programs)
+    found = {part: fewer[part] + layers * (more[part] - fewer[part]) for part in fewer}
+    found["eager_seconds"] = (EAGER - 1) * found["other_seconds"] if run.eager else 0.0
     found["slower_attention_seconds"] = (AMPERE - 1) * found["attention_seconds"] if run.ampere_attention else 0.0
     found["step_seconds"] += found["eager_seconds"] + found["slower_attention_seconds"]
     return found | {"tokens_per_second": run.rows * run.accumulate * run.length / found["step_seconds"]}
@@ -183,10 +185,8 @@ def fitted_constants(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _log_ratio(row: dict[str, Any], efficiency: np.ndarray, eager: float) -> np.ndarray:
-    products = row["matmul_seconds"] - row["attention_seconds"]
-    others = row["compute_seconds"] - row["matmul_seconds"]
-    more = (eager - 1) * others - row["eager_seconds"] if row["eager"] else 0.0
-    step = row["step_seconds"] + products * (row["efficiency"] / efficiency - 1) + more
+    more = (eager - 1) * row["other_seconds"] - row["eager_seconds"] if row["eager"] else 0.0
+    step = row["step_seconds"] + row["product_seconds"] * (row["efficiency"] / efficiency - 1) + more
     return np.log(row["ratio"] * row["step_seconds"] / step)
 
 
@@ -201,9 +201,8 @@ def compared(run: Run, programs: Sequence[Program]) -> dict[str, Any]:
 
 def show(row: dict[str, Any]) -> None:
     step = row["step_seconds"]
-    attention = row["attention_seconds"]
-    shares = (row["matmul_seconds"] - attention, attention + row["slower_attention_seconds"])
-    rest = row["compute_seconds"] - row["matmul_seconds"] + row["eager_seconds"]
+    shares = (row["product_seconds"], row["attention_seconds"] + row["slower_attention_seconds"])
+    rest = row["other_seconds"] + row["eager_seconds"]
     print(f"{row['name']:42} {row['source']:10} {'fit ' if row['fitted'] else '    '}", end="")
     print(f"{row['tokens_per_second']:9,.0f} {row['published']:9,.0f} {row['ratio']:5.2f}   ", end="")
     waits = max(0.0, row["exposed_seconds"])  # an extrapolation from few layers may be negative

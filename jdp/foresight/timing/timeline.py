@@ -48,11 +48,9 @@ class Timeline:
     communication_seconds: float  # busy time of the communication lane
     exposed_seconds: float  # communication without computation: compute waits
     flops: float  # of matrix products, convolutions and fused attention, with recomputation
-    matmul_seconds: float  # of all kernels that contain a matrix product or fused attention
     # all lanes, by start; a loop has its first rounds and one event for the others
     events: tuple[Event, ...] = field(repr=False)
     caveats: tuple[str, ...]  # possible errors of the model for this program
-    attention_seconds: float = 0.0  # of fused attention
     host_seconds: float = 0.0
     host_wait_seconds: float = 0.0  # compute waits for copies from and to host memory
     # seconds of computing by kind of work (`_part`), the costliest first
@@ -205,10 +203,8 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
         communication_seconds=busy[COMMUNICATION],
         exposed_seconds=max(0.0, step - busy[COMPUTE] - walk.host_wait),
         flops=flops,
-        matmul_seconds=parts[PRODUCTS] + parts[ATTENTION],
         events=tuple(sorted(walk.events, key=lambda event: event.start)),
         caveats=tuple(schedule.caveats),
-        attention_seconds=parts[ATTENTION],
         host_seconds=busy[HOST],
         host_wait_seconds=walk.host_wait,
         parts=dict(parts.most_common()),

@@ -13,7 +13,7 @@ from described_gpus import program_of
 from jdp.foresight.program.collectives import KINDS
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, collective_cost, timeline
+from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, PRODUCTS, collective_cost, timeline
 
 pytestmark = pytest.mark.aot
 
@@ -172,7 +172,7 @@ def test_flops_in_loops_count_each_round():
 
     result = timeline(program_of(layers, (256, 512), (7, 512, 512)), target("h100:1x1"))
     assert result.flops == 7 * 2 * 256 * 512 * 512
-    assert 0 < result.matmul_seconds < result.compute_seconds
+    assert 0 < result.parts[PRODUCTS] < result.compute_seconds
     assert result.step_seconds == pytest.approx(result.compute_seconds)
 
 

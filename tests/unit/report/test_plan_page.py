@@ -74,7 +74,7 @@ def timeline_of(events):
 
     step = max(e.start + e.seconds for e in events)
     computing, sending = seconds(COMPUTE), seconds(COMMUNICATION)
-    return Timeline(step, computing, sending, 0.0, 7.89e12, matmul_seconds=0.4 * step, events=events, caveats=())
+    return Timeline(step, computing, sending, 0.0, 7.89e12, events=events, caveats=())
 
 
 MEMORY = Memory(
