@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 
 from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.layer_order import LayerDerivative
@@ -82,7 +83,7 @@ class LayerLoop:
         if any(trained) and all(weight.slot is None for part in weights for weight in part):  # an evaluation
             return self._plain(weights, others, carry, outer)
         loop = jax.custom_vjp(self._plain)
-        loop.defvjp(self._saving, self._backward)
+        loop.defvjp(self._saving, self._backward, symbolic_zeros=True)
         return loop(weights, others, carry, outer)
 
     def _plain(self, weights: Weights, others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any, list[Any]]:
@@ -93,8 +94,11 @@ class LayerLoop:
         carry, stacks = self._forward(call, weights, others, carry)
         return carry, self._stacked(stacks["outputs"]), stacks["after"]
 
-    def _saving(self, weights: Weights, others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any]:
+    def _saving(self, *given: Any) -> tuple[Any, Any]:
         """Return (the results of `_plain`, the values for the backward pass)."""
+        weights, others, carry, outer = jax.tree.map(lambda x: x.value, given)
+        if any(weight.value.perturbed for part in given[0] for weight in part):  # around a gradient of jdp's, by models
+            return jax.vjp(self._plain, weights, others, carry, outer)
         checkpointed = jax.checkpoint(self._layer, policy=self.policy, prevent_cse=False)
         # XLA must see the first layer like later ones: with a carry distinct from other operands, and not a constant.
         beside = {id(x) for x in jax.tree.leaves((others, outer))}
@@ -134,6 +138,9 @@ class LayerLoop:
 
     def _backward(self, saved: Any, cotangents: Any) -> Any:
         """Return the cotangents of (weights, others, carry, outer)."""
+        cotangents = jax.tree.map(lambda x: jnp.zeros_like(x) if isinstance(x, SymbolicZero) else x, cotangents)  # pyright: ignore[reportArgumentType]
+        if callable(saved):
+            return saved(cotangents)
         weights, others, outer, residuals, gathered = saved
         d_carry, d_outputs, d_after = map(_floats, cotangents)
         gathers = self._is_ahead and not self._keeps

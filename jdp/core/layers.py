@@ -4,8 +4,8 @@ A step passes the loss function complete parameters, gathered at the start, so t
 looks its leaves up in the `GatherTable` and loops over their shards (`layer_loop.py`); the gather at the start is then
 dead code. A leaf that was cast or reshaped before is not in the table: it is gathered for the whole step, and reported.
 
-If XLA inserts the collectives ("auto"), for a list of layers, and under `vmap`, nothing is sent ahead. ZeRO-3 then
-gathers a layer inside the call of the block, which is rematerialised.
+If XLA inserts the collectives ("auto"), for a list of layers, and under `vmap` or `jvp`, nothing is sent ahead. Under
+ZeRO-3 the call of a block, which is rematerialised, then gathers the layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Callable, MutableSequence
 from typing import Any, Literal, TypeVar
 
 import jax
-from jax._src.interpreters.batching import BatchTracer  # nothing public says that a function is being vmapped
+from jax._src.core import trace_ctx  # nothing public says which transformations are under way
+from jax._src.interpreters.ad import JVPTrace
+from jax._src.interpreters.batching import BatchTrace
 
 from jdp.base.errors import UserError, public
 from jdp.base.notices import notice
@@ -110,9 +112,7 @@ def looped(
             x = _unrolled(block, layer, x, gathers, remat)
         return x, after
     _check_stacked(stacked)
-    # under `jax.vmap`, also of a gradient, each row's gradient of a layer would be summed over devices separately
-    is_batched = any(map(_is_batched, jax.tree.leaves(x)))
-    in_loop = gathers is not None and gathers.boundary.in_loops and not is_batched
+    in_loop = gathers is not None and gathers.boundary.in_loops and not _is_within_map_or_jvp(trace_ctx.trace)
     body = _Body(block, changes.flatten(stacked), gathers, remat, leading=1, in_loop=in_loop, is_loop=scan is True)
     if scan == "auto" and traced_device().platform == "gpu":
         most, how = _MOST_UNROLLED["gpu"], "a loop: with a model axis it hides more"
@@ -301,8 +301,10 @@ def _operand(
     return weight, placement
 
 
-def _is_batched(x: Any) -> bool:
-    return isinstance(x, BatchTracer) or (hasattr(x, "primal") and _is_batched(x.primal))
+def _is_within_map_or_jvp(trace: Any) -> bool:
+    """Return True under `jax.vmap`, where each row's gradient would be sent, and `jax.jvp`, which needs other rules."""
+    is_plain = getattr(trace, "is_vjp", not isinstance(trace, BatchTrace | JVPTrace))
+    return trace is not None and (not is_plain or _is_within_map_or_jvp(getattr(trace, "parent_trace", None)))
 
 
 def _check_call(block: Any, x: Any) -> None:

@@ -1,8 +1,7 @@
 """Programs are read here: the operations of jaxprs, their source lines and FLOPs, and the collectives of a step.
 
 Collectives are read from a step's trace before it is compiled, above all the gathers of ZeRO-3. An operation in a scan
-counts once for each iteration. The trace has the source lines of the loss' own collectives, which XLA drops when it
-combines collectives.
+counts once for each iteration. The trace has the lines of the loss' own collectives, which XLA drops when it combines.
 """
 
 import math

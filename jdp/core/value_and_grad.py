@@ -95,8 +95,7 @@ def value_and_grad(
 
     Raises:
         ValueError: a setting is out of range. The call itself raises it as `jdp.make_train_step` lists, and inside a
-            `jax.shard_map` over the plan's axes. Outside of jit also for models that are sharded otherwise or were
-            donated.
+            `jax.shard_map` over the plan's axes. Outside of jit also for models that are sharded otherwise or donated.
     """
     check_plan(plan, "jdp.value_and_grad(loss_fn, plan)", loss_fn)
     refuse_offload(plan)

@@ -20,6 +20,7 @@ from trainings import abstract_step, assert_close, plan_of, train
 import jdp
 from jdp.core import layers
 from jdp.core.gradients.accumulate import hides_collectives
+from jdp.core.lookup import look_up
 from jdp.core.reading import every_eqn
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
@@ -69,6 +70,17 @@ def slope_loss(params, batch, rng, by_row=True):
     return jdp.Loss(jnp.sum(values) + jnp.sum(jnp.square(slopes)), jnp.float32(batch["x"].shape[0]))
 
 
+def tangent_loss(params, batch, rng):
+    """Forward mode, of a jitted function and by `jax.linearize`, also through what the layers close over."""
+
+    def total(shift):
+        layer = lambda each, x: x + jnp.tanh((x + shift) @ each["up"]) @ each["down"]  # noqa: E731
+        return jdp.scan_layers(layer, params["layers"], batch["x"])
+
+    (x, tangent), (y, along) = jax.jvp(jax.jit(total), (0.1,), (1.0,)), jax.linearize(total, 0.1)
+    return jdp.Loss(jnp.sum(jnp.square(x + tangent)) + jnp.sum(y * along(2.0)), jnp.float32(len(x)))
+
+
 ROWS = {"x": np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)}
 SLOPE = partial(slope_loss, by_row=False)
 PLAIN, FULL, DOTS = (partial(layers_loss, dropout=DROPOUT, remat=remat) for remat in (None, "full", "dots"))
@@ -76,6 +88,7 @@ MODELS = {
     "layers": (init_layers, PLAIN, tokens_of(16)),
     "by row": (partial(init_layers, width=16), slope_loss, ROWS),
     "nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, ROWS),
+    "forward": (partial(init_layers, width=16), tangent_loss, ROWS),
 }
 CASES = {
     "zero3": ("layers", PLAIN, "zero3", {}, False),
@@ -84,6 +97,8 @@ CASES = {
     "ddp, 2": ("layers", FULL, "ddp", {"accumulate": 2, "clip_norm": 0.1}, False),
     "zero3 slope": ("by row", SLOPE, "zero3", {}, False),
     "zero3 nested": ("nested", nested_loss, "zero3", {}, False),
+    "zero1 forward": ("forward", tangent_loss, "zero1", {}, False),
+    "zero3 forward, 2": ("forward", tangent_loss, "zero3", {"accumulate": 2}, True),
 }
 """name -> model, loss, strategy, settings, and whether the loop is unrolled as on GPUs."""
 
@@ -194,26 +209,37 @@ def test_a_gradient_inside_may_be_evaluated_and_sent_in_few_bytes():
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_a_gradient_or_an_evaluation_may_be_differentiated(strategy):
-    """Through the gathers of the loop, by the weights; the inner gradient is by their slots. They are up to 40."""
-    init, _, batch = MODELS["by row"]
-    model = init(jax.random.key(0))
+    """By the weights, through the gathers of the loop, and by a frozen model, whose loop and table have no slots.
 
-    def loss(params, batch, rng):
-        x = jdp.scan_layers(lambda each, x: x + jnp.tanh(x @ each["up"]) @ each["down"], params["layers"], batch["x"])
-        return jdp.Loss(jnp.sum(jnp.tanh(x)), jnp.float32(len(x)))
+    The inner gradient is by the slots. The derivatives are up to 40.
+    """
+    init, _, batch = MODELS["by row"]
+    models = [init(jax.random.key(seed)) for seed in range(2)]
+
+    def features(params, batch):
+        x = batch["x"] + 0.1 * look_up(params["embed"], batch["token"])
+        return jdp.scan_layers(lambda each, x: x + jnp.tanh(x @ each["up"]) @ each["down"], params["layers"], x)
+
+    def loss(params, frozen, batch, rng):
+        total = jnp.sum(jnp.tanh(features(params, batch)) * jnp.cos(features(frozen, batch)))
+        return jdp.Loss(total, jnp.float32(len(batch["x"])))
+
+    batch = batch | {"token": np.arange(len(batch["x"])) % 9}
 
     def derivatives(plan):
         gradient = jdp.value_and_grad(loss, plan, partitioning="manual")
-        evaluate = jdp.make_eval_step(loss, plan, partitioning="manual")
+        evaluate = jdp.make_eval_step(lambda params, *rest: loss(params, params, *rest), plan, partitioning="manual")
         state = jdp.init_state(init, SGD, plan, rng=jax.random.key(0))
 
-        def total(params):
-            metrics, grads = gradient(params, batch, jax.random.key(1))
+        def total(params, frozen):
+            metrics, grads = gradient(params, frozen, batch, jax.random.key(1))
             evaluated = evaluate(replace(state, params=params), batch)["loss"]
             return metrics["loss"] + 2 * evaluated + sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(grads))
 
-        along = lambda params: jax.jvp(total, (params,), (params,))[1]  # noqa: E731
-        return jax.device_get(jax.jit(lambda params: (jax.grad(total)(params), along(params)))(jdp.place(model, plan)))
+        placed, kept = jdp.place(models, plan), jax.jit(total)
+        kept(*placed)  # this trace is kept, and does not know of a derivative
+        along = lambda *models: jax.jvp(total, models, models)[1]  # noqa: E731
+        return jax.device_get(jax.jit(lambda *given: (jax.grad(kept, (0, 1))(*given), along(*given)))(*placed))
 
     assert_close(derivatives(plan_of(strategy, 4, min_shard_size=64)), derivatives(plan_of("ddp", 1)), atol=1e-4)
 

@@ -152,6 +152,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
         lines = []
-    return "\n".join(
-        [platform.machine(), *(line for line in lines if line.startswith(("model name", "flags", "Features")))]
-    )
+    features = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+    return "\n".join([platform.machine(), *features])

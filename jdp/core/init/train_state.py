@@ -1,7 +1,6 @@
 """Make the train state sharded from the start, and report the parameters that are not sharded as the strategy says.
 
-JAX's partitionable random numbers depend on the key and the element's index alone, so the weights are bitwise the same
-on any mesh.
+JAX's partitionable random numbers depend on the key and the element's index alone: weights are the same on any mesh.
 """
 
 import math

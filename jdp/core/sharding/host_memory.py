@@ -23,9 +23,7 @@ def check_offload(offload: str | None, mesh: Mesh) -> None:
     if offload is None:
         return
     if offload != "optimizer":
-        raise UserError(
-            f'offload is "optimizer" (optimizer state in host memory) or None; given {offload!r}. Leave it out.'
-        )
+        raise UserError(f'offload is "optimizer" (its state in host memory) or None; given {offload!r}. Leave it out.')
     for device in mesh.devices.flat:
         ours = device.process_index == jax.process_index()
         kinds = [memory.kind for memory in device.addressable_memories()] if ours else []

@@ -113,9 +113,8 @@ def _why_not(error: Exception, params: PyTree) -> str:
     scalars = [path_of(path) for path, leaf in jax.tree.leaves_with_path(params) if not leaf.shape]
     fix = "Choose another optimizer, for all parameters or for those that it cannot update (optax.multi_transform)."
     fix = "Give masks and labels as functions of nested dicts, not nnx.State." if "statelib" in str(error) else fix
-    return f"{given} raised {type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno}). {fix}" + (
-        f" Scalar parameters, which it may not update: {listed(scalars)}." if scalars else ""
-    )
+    fix += f" Scalar parameters, which it may not update: {listed(scalars)}." if scalars else ""
+    return f"{given} raised {type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno}). {fix}"
 
 
 def fetched(plan: Plan, state: TrainState, grads: PyTree) -> tuple[TrainState, PyTree]:

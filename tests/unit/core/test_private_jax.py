@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax._src import cloud_tpu_init, xla_bridge
 from jax._src.clusters import OmpiCluster, SlurmCluster
-from jax._src.core import trace_state_clean
+from jax._src.core import trace_ctx, trace_state_clean
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.distributed import global_state
-from jax._src.interpreters.batching import BatchTracer
+from jax._src.interpreters.ad import JVPTrace
+from jax._src.interpreters.batching import BatchTrace
 from jax._src.interpreters.partial_eval import custom_staging_rules
 from jax.extend.core.primitives import jit_p
 
@@ -26,10 +27,12 @@ TAKEN = {
     "jax._src.cloud_tpu_init": "core/cluster/schedulers.py",
     "jax._src.clusters.OmpiCluster": "core/cluster/schedulers.py",
     "jax._src.clusters.SlurmCluster": "core/cluster/schedulers.py",
+    "jax._src.core.trace_ctx": "core/layers.py",
     "jax._src.core.trace_state_clean": "core/step.py",
     "jax._src.cudnn.fused_attention_stablehlo": "foresight/targets/relocate.py models/attention.py",
     "jax._src.distributed.global_state": "core/cluster/barrier.py",
-    "jax._src.interpreters.batching.BatchTracer": "core/layers.py",
+    "jax._src.interpreters.ad.JVPTrace": "core/layers.py",
+    "jax._src.interpreters.batching.BatchTrace": "core/layers.py",
     "jax._src.interpreters.partial_eval.custom_staging_rules": "foresight/any_step/traced.py",
     "jax._src.xla_bridge": "base/machine.py",
 }
@@ -70,11 +73,26 @@ def test_custom_staging_rules_have_one_for_jit(monkeypatch):
     assert {*seen} == {()}
 
 
-def test_batchtracer_is_what_a_function_gets_under_vmap():
+def traces_of(transformed):
+    """Return the traces that are under way in a jitted function which `transformed` transforms."""
     seen = []
-    note = lambda x, y: seen.append([isinstance(each, BatchTracer) for each in (x, y)]) or x  # noqa: E731
-    jax.jit(jax.vmap(note, (0, None)))(jnp.zeros(3), 1.0)
-    assert seen == [[True, False]]
+    transformed(jax.jit(lambda x: seen.append(trace_ctx.trace) or x))
+    while (above := getattr(seen[-1], "parent_trace", None)) is not None:
+        seen.append(above)
+    return seen
+
+
+def test_jvptrace_is_one_under_jvp():
+    assert any(isinstance(trace, JVPTrace) for trace in traces_of(lambda f: jax.jvp(f, (1.0,), (1.0,))))
+
+
+def test_trace_ctx_tells_linearize_from_grad():
+    assert [trace.is_vjp for trace in traces_of(lambda f: jax.linearize(f, 1.0)) if hasattr(trace, "is_vjp")] == [False]
+    assert [trace.is_vjp for trace in traces_of(lambda f: jax.grad(f)(1.0)) if hasattr(trace, "is_vjp")] == [True]
+
+
+def test_batchtrace_is_one_under_vmap():
+    assert any(isinstance(trace, BatchTrace) for trace in traces_of(lambda f: jax.vmap(f)(jnp.zeros(3))))
 
 
 def test_cloud_tpu_init_detects_tpu_vms():
