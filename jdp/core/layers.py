@@ -54,8 +54,8 @@ def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat =
 
     Under zero3 each layer's weights are gathered inside the loop, and again in the backward pass. On several devices a
     step gathers one layer ahead and sums gradients one layer behind, while it computes (not under
-    partitioning="auto"). Outside of a step this is a plain scan (or loop) over the layers. In equinox:
-    `model = eqx.combine(...)` first. In linen:
+    partitioning="auto", `jax.vmap` or `jax.jvp`). Outside of a step this is a plain scan (or loop) over the layers. In
+    equinox: `model = eqx.combine(...)` first. In linen:
 
             x = jdp.scan_layers(lambda layer, x: Block().apply({"params": layer}, x), params["layers"], x)
 
