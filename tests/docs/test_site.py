@@ -23,9 +23,8 @@ PUBLIC = ("jdp", "jdp.checkpoint", "jdp.data", "jdp.export", "jdp.guard", "jdp.m
 def site(tmp_path_factory):
     """What the command in CONTRIBUTING.md writes; `--strict`: a link or an anchor that leads nowhere is an error."""
     folder = tmp_path_factory.mktemp("site")
-    built = python(
-        "-m", "mkdocs", "build", "--strict", "-f", ".ci/site/mkdocs.yml", "-d", folder, cwd=ROOT, timeout=900
-    )
+    words = "-m", "mkdocs", "build", "--strict", "-f", ".ci/site/mkdocs.yml", "-d", folder
+    built = python(*words, cwd=ROOT, timeout=900)
     assert built.returncode == 0, built.stderr[-4000:]
     yield folder
     shutil.rmtree(folder)
@@ -123,7 +122,6 @@ def is_there(word):
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):  # a field without a default is no attribute of its class
         owner, _, field = name.rpartition(".")
-        return (
-            owner != "jdp" and is_there(owner) and field in vars(pkgutil.resolve_name(owner)).get("__annotations__", {})
-        )
+        of_class = owner != "jdp" and is_there(owner)
+        return of_class and field in vars(pkgutil.resolve_name(owner)).get("__annotations__", {})
     return True

@@ -180,9 +180,8 @@ class Loop:
             rows = jax.tree.map(lambda x, numbers=numbers: x[numbers.ravel()], batch)
             if self.split is not None:
                 rows = jax.lax.with_sharding_constraint(rows, self.split)
-            (_, (more, now)), grad = jax.value_and_grad(self.sums, has_aux=True)(
-                self.part(params), params, now, rows, key
-            )
+            gradient = jax.value_and_grad(self.sums, has_aux=True)
+            (_, (more, now)), grad = gradient(self.part(params), params, now, rows, key)
             grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
             found = more if found is None else jax.tree.map(jnp.add, found, more)
         total, weight, _ = found

@@ -39,9 +39,8 @@ def batch_of():
 
 
 def losses(loss_fn, plan, **settings):
-    step, _, measured = train(
-        loss_fn, init, optax.sgd(0.05), plan, [batch_of()] * 3, **{"check_loss": True, **settings}
-    )
+    settings = {"check_loss": True, **settings}
+    step, _, measured = train(loss_fn, init, optax.sgd(0.05), plan, [batch_of()] * 3, **settings)
     return step, [float(metrics[name]) for metrics in measured for name in ("loss", "grad_norm")]
 
 

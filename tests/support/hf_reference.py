@@ -112,9 +112,8 @@ def loaded(folder):
     import torch
     import transformers
 
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
-    )
+    options = {"output_loading_info": True, "attn_implementation": "eager", "dtype": torch.float32}
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     left = {kind: sorted(map(str, said[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     return {**left, "type": type(model).__name__, "logits": logits_of(model).tolist()}
 

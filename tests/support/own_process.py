@@ -15,10 +15,8 @@ def environment(**variables):
 
 def python(*words, cwd=None, timeout=300, **variables):
     """Run Python with these words to its end; return the ended process, with its output as text."""
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(
-        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=timeout, check=False
-    )
+    command, env = [sys.executable, *map(str, words)], environment(**variables)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def run_pytest(folder, *words, **variables):
@@ -31,10 +29,8 @@ def run_pytest(folder, *words, **variables):
 
 def start_python(*words, cwd=None, stdin=None, stderr=subprocess.PIPE, **variables):
     """Start Python with these words; return the process, whose output comes as text."""
-    command = [sys.executable, *map(str, words)]
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment(**variables), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, text=True
-    )
+    command, env = [sys.executable, *map(str, words)], environment(**variables)
+    return subprocess.Popen(command, cwd=cwd, env=env, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 @contextmanager

@@ -47,7 +47,6 @@ def test_the_largest_elements_of_each_device():
 
 @pytest.mark.rest
 def test_only_what_top_k_drops_is_missed():
-    whole, kept, dropped = (
-        by_hand.topk_by_hand(*given, 20, lesson.RATE) for given in ((1, True), (0.01, True), (0.01, False))
-    )
+    given = (1, True), (0.01, True), (0.01, False)
+    whole, kept, dropped = (by_hand.topk_by_hand(*each, 20, lesson.RATE) for each in given)
     assert whole < kept < dropped

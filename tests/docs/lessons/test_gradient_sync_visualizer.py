@@ -20,9 +20,8 @@ def made():
 def test_the_last_layer_comes_first(made):
     ready, _ = made
     assert [one.path for one in ready] == [f"layer{i}/{leaf}" for i in (3, 2, 1, 0) for leaf in ("bias", "kernel")]
-    assert [one.size for one in ready if "kernel" in one.path] == [
-        4 * a * b for a, b in ((128, 10), (128, 128), (256, 128), (64, 256))
-    ]
+    sizes = [4 * a * b for a, b in ((128, 10), (128, 128), (256, 128), (64, 256))]
+    assert [one.size for one in ready if "kernel" in one.path] == sizes
 
 
 def test_the_clock_counts_the_matrix_products(made):

@@ -31,9 +31,8 @@ TRAIN = {"batch_size": 16, "log_every": 1, "checkpoint_every": 200, "keep_checkp
 
 def start(folder, cache, steps, log):
     """Start the launcher of a run in `folder`."""
-    text = tables(
-        optimizer={"name": "adamw", "lr": 0.01, "schedule": "constant"}, train={"steps": steps, **TRAIN}, guard=GUARD
-    )
+    optimizer = {"name": "adamw", "lr": 0.01, "schedule": "constant"}
+    text = tables(optimizer=optimizer, train={"steps": steps, **TRAIN}, guard=GUARD)
     write_points(folder, points_text(text, hidden=256, top='strategy = "zero1"\n'))
     options = ["-n", "2", "--devices-per-process", "2", "--max-restarts", "1000", f"--run-dir={folder}/runs"]
     own = environment(JDP_MEMORY_DIR=str(folder), JDP_CACHE_DIR=str(cache), JAX_PLATFORMS="cpu")

@@ -70,9 +70,8 @@ def test_a_state_is_restored_onto_any_plan(saved, strategy, axes):
         state, record = checkpoints.restore(target(plan))
     assert_same_bits(state, want)
     assert record == {"name": "run", "seed": 3, "nested": {"list": [1, 2.5, None, True]}}
-    for place, leaf, sharding in zip(
-        plan.placements(state), jax.tree.leaves(state), jax.tree.leaves(plan.shardings(state)), strict=True
-    ):
+    leaves, shardings = jax.tree.leaves(state), jax.tree.leaves(plan.shardings(state))
+    for place, leaf, sharding in zip(plan.placements(state), leaves, shardings, strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), place.path
     assert state.static == target(plan).static
 

@@ -143,9 +143,8 @@ def test_only_a_devices_own_shard_is_read(tmp_path, monkeypatch):
     names = {f"layer.{n}": Tensor((Part("w", n),), transposed=True) for n in range(4)}
     export_safetensors(tmp_path / "m.safetensors", tree, names=names)
     sizes, read = [], Stored.read
-    monkeypatch.setattr(
-        Stored, "read", lambda stored, cut: (sizes.append(read(stored, cut).size), read(stored, cut))[1]
-    )
+    noted = lambda stored, cut: (sizes.append(read(stored, cut).size), read(stored, cut))[1]  # noqa: E731
+    monkeypatch.setattr(Stored, "read", noted)
     sharding = NamedSharding(jdp.make_mesh(data=4, model=2), PartitionSpec("data", None, "model"))
     aim = {"w": jax.ShapeDtypeStruct((4, 8, 6), jnp.float32, sharding=sharding)}
     assert_same_bits(import_safetensors(tmp_path / "m.safetensors", aim, names=names), tree)
@@ -232,10 +231,8 @@ def tuned(scan):
     config = replace(CONFIG, scan=scan)
     fresh = lambda rng: GPT(config, rngs=nnx.Rngs(rng))  # noqa: E731
     state = jdp.init_state(fresh, TX, plan_of(), rng=jax.random.key(0), wrt="*/lora_*")
-    moved = jax.tree.map_with_path(
-        lambda path, x: x + 0.1 if "lora_b" in jax.tree_util.keystr(path) else x, state.params
-    )
-    return replace(state, params=moved), config
+    move = lambda path, x: x + 0.1 if "lora_b" in jax.tree_util.keystr(path) else x  # noqa: E731
+    return replace(state, params=jax.tree.map_with_path(move, state.params)), config
 
 
 logits = jax.jit(lambda model: model(jnp.asarray(TOKENS)))

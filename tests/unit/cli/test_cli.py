@@ -241,9 +241,8 @@ def test_visible_gpus_are_those_of_the_environment(monkeypatch):
 
 def test_a_lost_peer_differs_from_own_faults(monkeypatch):
     """What JAX says of Gloo is from a run of two processes, one of which met a damaged image."""
-    gone = jax.errors.JaxRuntimeError(
-        "FAILED_PRECONDITION: Gloo AllReduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
-    )
+    said = "FAILED_PRECONDITION: Gloo AllReduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    gone = jax.errors.JaxRuntimeError(said)
     assert not is_lost_peer(gone), "a process on its own has no peers"
     monkeypatch.setattr("jdp.core.cluster.initialize.joined_as", lambda: (0, 2))
     assert is_lost_peer(gone)

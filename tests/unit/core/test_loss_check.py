@@ -296,9 +296,8 @@ def weighted_mean(params, batch, rng):
 
 
 def test_a_scalar_sees_all_rows():
-    assert check_equals_whole_batch(weighted_mean, {}).why == (
-        "the loss returns a scalar, the mean over the rows that it sees, so it sees all rows"
-    )
+    why = "the loss returns a scalar, the mean over the rows that it sees, so it sees all rows"
+    assert check_equals_whole_batch(weighted_mean, {}).why == why
     with pytest.raises(ValueError, match=r"accumulate=2 calls the loss on 2 .*`return jdp.Loss\(total, weight\)`"):
         one_step(weighted_mean, {"accumulate": 2})
 

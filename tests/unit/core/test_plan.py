@@ -22,10 +22,8 @@ from jdp.core.sharding.strategy import STRATEGIES
 def abstract(plan, shapes, tx=None):
     """An abstract state with parameters of the given shapes: {name: shape}, nested."""
     tx = optax.adam(1e-3) if tx is None else tx
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    return jdp.abstract_state(
-        lambda rng: jax.tree.map(jnp.zeros, shapes, is_leaf=is_shape), tx, plan, rng=jax.random.key(0)
-    )
+    init = lambda rng: jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))  # noqa: E731
+    return jdp.abstract_state(init, tx, plan, rng=jax.random.key(0))
 
 
 def by_path(plan, state):

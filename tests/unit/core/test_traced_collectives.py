@@ -77,9 +77,7 @@ def test_steps_without_layer_loops_are_reported_once(reported):
         jax.eval_shape(step, state, batch)
         said = [line for line in reported() if line.startswith("zero3 gathers its weights")]
         assert len(said) == count
-    assert said[0].startswith(
-        "zero3 gathers its weights (head and 3 more) at the top of the step and gathers them again in the backward pass"
-    )
+    assert " (head and 3 more) at the top of the step and gathers them again in the backward pass" in said[0]
     assert "jdp.scan_layers gathers one layer at a time" in said[0]
 
 
@@ -113,9 +111,8 @@ def test_a_small_stray_is_named_and_kept():
     report = verified(gathers_a_few_columns)
     assert report.kept, report
     [stray] = report.strays
-    assert stray.startswith(
-        f"all-gather of 4 KiB bf16, at {source_line(gathers_a_few_columns, 'all_gather')}: no parameter"
-    )
+    line = source_line(gathers_a_few_columns, "all_gather")
+    assert stray.startswith(f"all-gather of 4 KiB bf16, at {line}: no parameter")
     assert report.breaches == ()
     assert f"Sent besides:\n- {stray}" in str(report)
     assert json.loads(json.dumps(report.to_json()))["strays"] == [stray]

@@ -63,9 +63,8 @@ def test_the_standard_library():
     assert Path(logging.__file__).read_bytes() in held + kept
     assert Path(pytest.__file__).read_bytes() not in held + kept  # beside the library, not of it
     assert not any(b"\nimport pytest" in document for document in kept)
-    assert re.search(
-        r"stdlib \(Python 3\.\S+\): [\d,]+ documents, [\d,]+ tokens by bytes .*; train [\d,]+ tok", str(data)
-    )
+    said = r"stdlib \(Python 3\.\S+\): [\d,]+ documents, [\d,]+ tokens by bytes .*; train [\d,]+ tok"
+    assert re.search(said, str(data))
 
 
 def test_files_globs_directories_and_lists_agree(tmp_path, monkeypatch):
@@ -154,9 +153,7 @@ def test_every_packed_token_is_a_target_once(sizes, length):
     for row in rows:
         tokens, segments, counted = row["tokens"], row["segments"], row["weights"] == 1
         assert counted[0] and not np.diff(counted.astype(int)).clip(0).any()  # what is empty is at the end
-        assert (
-            np.array_equal(counted, segments > 0) and not tokens[~counted].any() and not row["targets"][~counted].any()
-        )
+        assert np.array_equal(counted, segments > 0) and not any([*tokens[~counted], *row["targets"][~counted]])
         assert np.array_equal(row["targets"][counted], tokens[counted] + 1)  # never the next document's
         assert segments[0] == 1 and set(np.diff(segments[counted]).tolist()) <= {0, 1}
         for segment in range(1, segments.max() + 1):
@@ -178,9 +175,8 @@ def test_rows_are_few(sizes):
 def test_text_is_packed_whole(tmp_path):
     texts = [f"chapter {number} {'and so on ' * (number % 7)}" for number in range(60)]
     write(tmp_path, **{str(number): text for number, text in enumerate(texts)})
-    packed, stream = (
-        text_data(tmp_path, length=96, heldout_fraction=0.3, packing=packing) for packing in ("documents", "stream")
-    )
+    sizes = {"length": 96, "heldout_fraction": 0.3}
+    packed, stream = (text_data(tmp_path, **sizes, packing=packing) for packing in ("documents", "stream"))
     assert sorted(documents_of(packed.train) + documents_of(packed.heldout)) == sorted(map(str.encode, texts))
     assert np.array_equal(packed.train.ids, stream.train.ids)  # the split does not depend on the packing
     assert packed.fingerprint != stream.fingerprint and " of them empty, held out " in str(packed)

@@ -70,9 +70,8 @@ def test_updates_are_those_of_optax_written_by_hand(adam_lr):
     kernels = [path for path in got if matches(path, "layers/*/kernel")]
     assert len(kernels) == 7
     for path, leaf in got.items():
-        np.testing.assert_allclose(
-            leaf, (matrices if path in kernels else others)[path], rtol=1e-5, atol=1e-6, err_msg=path
-        )
+        expected = matrices if path in kernels else others
+        np.testing.assert_allclose(leaf, expected[path], rtol=1e-5, atol=1e-6, err_msg=path)
 
 
 UNROLLED = GPTConfig(vocab_size=16, context=8, layers=2, width=8, heads=2, scan=False, qk_norm=True)

@@ -270,9 +270,8 @@ def test_leaves_below_min_shard_size_are_all_reduced(strategy):
     assert report.ratio == pytest.approx(1, abs=0.01)  # the rest are scalars
     assert report.theory.parameters == payload // 4 + 24 * 64  # of all
     [note] = [note for note in report.notes if "all-reduced whole" in note]
-    assert note.startswith(
-        "24 parameters of fewer than 1024 elements are all-reduced whole: 28.1 KiB a step, as planned"
-    )
+    said = "24 parameters of fewer than 1024 elements are all-reduced whole: 28.1 KiB a step, as planned"
+    assert note.startswith(said)
 
 
 @pytest.mark.aot

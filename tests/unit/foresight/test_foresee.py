@@ -165,12 +165,10 @@ def test_from_python_around_ones_own_model(folder, monkeypatch):
     batch |= {"weights": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
     step = jdp.make_train_step(own_loss, plan, check_loss=False)
     seen = []
-    forecast = jdp.foresee(
-        step, state, batch, "h100:2x8", strategies=["zero3"], accumulate=[1, 2], progress=lambda *a: seen.append(a)
-    )
-    assert [(o.strategy, o.accumulate, o.report.mesh) for o in forecast.estimates] == [
-        ("zero3", k, {"data": 16}) for k in (1, 2)
-    ]
+    options = {"strategies": ["zero3"], "accumulate": [1, 2], "progress": lambda *a: seen.append(a)}
+    forecast = jdp.foresee(step, state, batch, "h100:2x8", **options)
+    found = [(o.strategy, o.accumulate, o.report.mesh) for o in forecast.estimates]
+    assert found == [("zero3", k, {"data": 16}) for k in (1, 2)]
     assert seen == [(0, 2, "zero3"), (1, 2, "zero3 K=2"), (2, 2, "")]
     assert [o.tokens for o in forecast.estimates] == [32 * 64] * 2, "the same batch for every candidate"
     assert any("given 16: rounded up to 32" in note for note in forecast.notes)

@@ -161,9 +161,8 @@ def test_only_what_is_trained_has_gradients_to_reduce(strategy, accumulate):
     program = compiled(GPT, strategy, accumulate, wrt=ATTENTION)
     keeps(program.report)
     trained = GPT.layers * (256 * 256 * 2 + 256 * 128 * 2)  # layers x (query and output; key and value)
-    [row] = [
-        row for row in program.report.rows if row.kind == ("all-reduce" if strategy == "ddp" else "reduce-scatter")
-    ]
+    kind = "all-reduce" if strategy == "ddp" else "reduce-scatter"
+    [row] = [row for row in program.report.rows if row.kind == kind]
     assert row.expected_bytes == 4 * trained
     assert 0.98 * 4 * trained <= row.found_bytes <= 1.02 * 4 * trained
     theory = program.report.theory

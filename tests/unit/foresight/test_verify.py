@@ -75,10 +75,8 @@ def test_on_this_machines_devices():
 def test_what_xla_cpu_sends_is_not_judged(target):
     """In auto it sums whole gradients on every device instead of scattering them."""
     report = verify(*made("zero1", partitioning="auto"), target)
-    headline = str(report).splitlines()[1]
-    assert headline.startswith(
-        "Not judged, as XLA:CPU sends what XLA:GPU does not: a device sends 168 KiB a step, 1.501 of"
-    )
+    why = "Not judged, as XLA:CPU sends what XLA:GPU does not"
+    assert str(report).splitlines()[1].startswith(f"{why}: a device sends 168 KiB a step, 1.501 of")
     assert (report.kept, report.breaches, report.to_json()["judged"]) == (None, (), False)
     assert "<-" not in str(report) and "BROKEN" not in str(report)
     assert not judged(*made("zero1", partitioning="auto"), target).kept

@@ -63,9 +63,8 @@ def test_stragglers_and_their_end_are_named_once(store, clock):
         other = [other[-1], [number, late, 1.0]]
         store["jdp/late/1"] = json.dumps(other)
         said[number] = take_steps(times, clock, 3 * number - 3, host=0.01)
-    assert [number for number in said if said[number]] == [3, 7], (
-        "a window is compared one later, a straggler is named the second time, and one window alone does not count"
-    )
+    # a window is compared one later, a straggler is named the second time, and one window alone does not count
+    assert [number for number in said if said[number]] == [3, 7]
     assert said[3].startswith("process 1 is late: its host takes 0.9 s before each step of 1 s, the others' 0.01 s")
     assert said[7] == "process 1 is no longer later than the others"
     assert len(store) == 2, "keys are written over"

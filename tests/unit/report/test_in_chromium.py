@@ -78,9 +78,8 @@ def test_a_page_is_readable_and_quiet(browser, pages, name, look):
     browser.open(pages(name), **LOOKS[look])
     assert browser.errors == []
     assert browser.requests == [pages(name).as_uri()], "nothing but the page itself is loaded"
-    assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), (
-        "it does not scroll sideways"
-    )
+    root = "document.documentElement"
+    assert browser.evaluate(f"{root}.scrollWidth <= {root}.clientWidth"), "it does not scroll sideways"
     assert browser.evaluate(BEYOND) == [], "what is wider than the window scrolls by itself"
     assert browser.evaluate(CONTRAST) >= READABLE
     assert look != "phone" or min(browser.evaluate(LETTERS), default=SMALLEST) >= SMALLEST
@@ -92,8 +91,7 @@ def test_the_timeline_widens_with_its_slider(browser, pages):
     browser.open(pages("run"))
     width = "document.querySelector('.strip').clientWidth"
     before = browser.evaluate(width)
-    browser.evaluate(
-        "(s => { s.value = 2; s.dispatchEvent(new Event('input')); })(document.querySelector('.zoom input'))"
-    )
+    moved = "s => { s.value = 2; s.dispatchEvent(new Event('input')); }"
+    browser.evaluate(f"({moved})(document.querySelector('.zoom input'))")
     assert browser.evaluate(width) == pytest.approx(4 * before, abs=4)
     assert browser.errors == []
