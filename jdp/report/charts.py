@@ -183,9 +183,9 @@ def speed(runs: Sequence[Run]) -> list[Chart]:
 
 
 def others(runs: Sequence[Run]) -> list[Chart]:
-    """Return a chart for each metric that the other sections do not show."""
+    """Return a chart for each metric that the other sections do not show; NAME_weight is how much of it was counted."""
     names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
-    named = [name for name in names if name not in _ELSEWHERE][:_MOST_OTHERS]
+    named = [name for name in names if name not in {*_ELSEWHERE, *(f"{each}_weight" for each in names)}][:_MOST_OTHERS]
     return [_chart(runs, name, (name, "points" if name.startswith("eval_") else "smoothed")) for name in named]
 
 

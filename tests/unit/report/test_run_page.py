@@ -155,12 +155,13 @@ def test_how_a_run_stands(history, expected):
 
 def test_evaluated_sets_and_samples_are_on_the_page():
     evaluated = {"eval_top5_accuracy": 0.75, "eval_web_top5_accuracy": 0.5, "eval_web_loss": 2.0}
-    evaluated |= {"step": 60, "eval_loss": 3.1, "eval_web_perplexity": 7.389}
+    evaluated |= {"step": 60, "eval_loss": 3.1, "eval_web_perplexity": 7.389, "recall": 0.5, "recall_weight": 3.0}
     page = run_page([run_of(samples=SAMPLES, rows=[*rows_of(), evaluated])])
     for heading in ("Evaluated data sets", "Samples"):
         assert f">{heading}</h2>" in page
     assert ">web</th>" in page and "eval_top5</th>" not in page and ">7.389</td>" in page
     assert page.index("Step 20") < page.index("Step 10")
+    assert "recall over steps" in page and "recall_weight over steps" not in page
     assert not [name for name in ("Samples", "Evaluated data") if name in text_of_two()]
 
 
