@@ -1,6 +1,7 @@
 """This machine's devices, memory and addresses, and the platform that JAX will start; nothing here starts JAX."""
 
 import ctypes
+import importlib.metadata
 import os
 import re
 import socket
@@ -92,6 +93,14 @@ def cpu_only(environment: Mapping[str, str]) -> bool:
     if "JAX_PLATFORMS" in environment or "TPU_LIBRARY_PATH" in environment or has_nvidia():
         return False
     return any(map(find_spec, _CUDA_PLUGINS)) and not any(map(find_spec, _OTHER_PLUGINS))
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package; "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def has_nvidia() -> bool:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from packaging.requirements import Requirement
 
 from jdp.base.formatting import format_bytes, format_rate, format_seconds, listed
-from jdp.base.machine import has_nvidia
+from jdp.base.machine import has_nvidia, version_of
 from jdp.core.cluster.barrier import from_every_process, from_first_process, named
 
 Status = Literal["ok", "note", "wrong"]
@@ -130,9 +130,9 @@ _PLUGIN = re.compile(r"jax-(cuda|rocm)\d+-(plugin|pjrt)")
 
 def examine_versions() -> list[Finding]:
     """Check the bounds that jdp and jax declare, and the plugins' versions."""
-    found = {"python": platform.python_version()} | {name: _version(name) for name in SHOWN}
+    found = {"python": platform.python_version()} | {name: version_of(name) for name in SHOWN}
     installed = {each.name for each in importlib.metadata.distributions()}  # parses a file per name
-    found |= {name: _version(name) for name in sorted(filter(None, installed)) if _PLUGIN.fullmatch(name)}
+    found |= {name: version_of(name) for name in sorted(filter(None, installed)) if _PLUGIN.fullmatch(name)}
     shown = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     wrong = [*_unmet("jdp"), *_unmet("jax", only="jaxlib"), *_mismatched(found)]
     return wrong or [Finding("versions", "ok", shown)]
@@ -146,7 +146,7 @@ def _unmet(package: str, only: str | None = None) -> list[Finding]:
         return [Finding("versions", "note", text, "pip install . (in jdp's folder)" if package == "jdp" else "")]
     unmet: list[Finding] = []
     for requirement in map(Requirement, requires):
-        name, version = requirement.name, _version(requirement.name)
+        name, version = requirement.name, version_of(requirement.name)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if not applies or only not in (None, name):
             continue
@@ -172,13 +172,6 @@ def _mismatched(found: dict[str, str]) -> list[Finding]:
         for name, version in found.items()
         if _PLUGIN.fullmatch(name) and version != found["jaxlib"]
     ]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 # The disk.
@@ -267,7 +260,7 @@ def _library(platform: str) -> str:
     wire = f"RDMA by {listed(names)}" if names else "TCP; there is no RDMA device"
     if platform == "cpu":
         return "Gloo, over TCP" if jax.process_count() > 1 else "XLA's own, within this process"
-    nccl = _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
+    nccl = version_of("nvidia-nccl-cu13") or version_of("nvidia-nccl-cu12")
     return f"NCCL {nccl}, between hosts by {wire}" if nccl else f"the platform's own, between hosts by {wire}"
 
 

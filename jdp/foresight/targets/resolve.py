@@ -6,7 +6,6 @@ for 64 devices on 8 hosts: a step lowered over their mesh compiles to the progra
 
 import contextlib
 import ctypes
-import importlib.metadata
 import math
 import os
 import re
@@ -18,6 +17,7 @@ import jax
 
 from jdp.base.chips import GPUS, Gpu
 from jdp.base.errors import UserError
+from jdp.base.machine import version_of
 from jdp.base.toml import described
 from jdp.base.words import nearest
 from jdp.core.sharding.mesh import mesh_of
@@ -121,23 +121,16 @@ def _cpu_devices(name: str, wanted: int) -> tuple[Device, ...]:
     return tuple(present[:wanted])
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _check_compiler(name: str) -> None:
     families = [(f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt") for n in (13, 12)]
-    family = next((f for f in families if all(map(_installed, f))), None)
+    family = next((f for f in families if all(map(version_of, f))), None)
     if family is None:
         raise UserError(f"target {name!r} needs XLA's GPU compiler, which is not installed: {_INSTALL}")
-    jaxlib = _installed("jaxlib")
-    if other := next((package for package in family if _installed(package) != jaxlib), None):
+    jaxlib = version_of("jaxlib")
+    if other := next((package for package in family if version_of(package) != jaxlib), None):
         pins = " ".join(f"'{package}=={jaxlib}'" for package in family)
         raise UserError(
-            f"target {name!r} needs XLA's GPU compiler at exactly jaxlib's version: {other} is {_installed(other)}, "
+            f"target {name!r} needs XLA's GPU compiler at exactly jaxlib's version: {other} is {version_of(other)}, "
             f"jaxlib is {jaxlib}: pip install {pins}"
         )
     if not _has_toolkit():
@@ -147,7 +140,7 @@ def _check_compiler(name: str) -> None:
 def _has_toolkit() -> bool:
     packages = [("nvidia-cuda-nvcc", "nvidia-nvvm"), ("nvidia-cuda-nvcc-cu12",)]
     return (
-        any(all(map(_installed, family)) for family in packages)
+        any(all(map(version_of, family)) for family in packages)
         or "CUDA_ROOT" in os.environ
         or "xla_gpu_cuda_data_dir" in os.environ.get("XLA_FLAGS", "")
         or Path("/usr/local/cuda").exists()
