@@ -23,6 +23,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from jdp.base.chips import Gpu
 
 
@@ -145,9 +147,7 @@ def _tree(payload: float, group: Group, chip: Gpu) -> Iterator[CollectiveCost]:
         packed = 7 / 9 if group.hosts == 1 else 120 / 128
         left = {"LL": min(bus / 3.8, _ll_limit(group, chip)), "LL128": packed * bus, "Simple": bus}[protocol.name]
         table = _TREE_REACHES[protocol.name]  # interpolated: a larger message is never faster
-        position = min(max(math.log2(max(payload, 1) / 64), 0.0), len(table) - 1.0)
-        below = min(int(position), len(table) - 2)
-        tenths = table[below] + (position - below) * (table[below + 1] - table[below])
+        tenths = float(np.interp(math.log2(max(payload, 1) / 64), range(len(table)), table))
         yield CollectiveCost(latency, 2 * payload / (left * tenths / 10), f"tree {protocol.name}")
 
 
