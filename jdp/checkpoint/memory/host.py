@@ -22,6 +22,7 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +240,4 @@ def _index_of(file: Path) -> Path:
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
     """Return the offset of each part, then the total size."""
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + -(-size // _ALIGNED) * _ALIGNED)
-    return offsets
+    return list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
