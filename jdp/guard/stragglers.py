@@ -65,8 +65,7 @@ class HostTimes:
 
     def __init__(self, every: int) -> None:
         self._every, self._client = every, coordination_client()
-        self._results = self._began = time.perf_counter()
-        self._late, self._steps = 0.0, 0
+        self.restart()
         self._before: tuple[int, float, float] = (-1, 0.0, 0.0)
         self._suspect: tuple[int | None, int] = (None, 0)
         self._named: int | None = None

@@ -40,9 +40,7 @@ class Watch:
         self._step = 0
         self._first = True
         self.begun = False  # whether the visit has steps to take
-        self._start = self._mark = time.perf_counter()
-        self._parts: dict[str, float] = {}
-        self._aside = 0.0
+        self._restart()
         deadline.on_tick = self._alive
         deadline.on_expired = lambda event: log.event("deadline", **event)
 
@@ -88,7 +86,7 @@ class Watch:
 
     def _restart(self) -> None:
         self._start = self._mark = time.perf_counter()
-        self._parts, self._aside = {}, 0.0
+        self._parts, self._aside = dict[str, float](), 0.0
 
     def _alive(self) -> None:
         """Log that the process is alive, in a thread, because the disk may hang."""
