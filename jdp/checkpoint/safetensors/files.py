@@ -102,13 +102,8 @@ def check_writable(specs: Specs) -> None:
 def write(path: Path, specs: Specs, value: Callable[[str], np.ndarray], limit: int, version: str) -> None:
     """Write tensors to `path`, or to shards and an index if they take more than `limit` bytes together."""
     shards, index = _shards(path, specs, limit), _index_path(path)
-    table = json.dumps(
-        {
-            "metadata": {"total_size": sum(map(_bytes, specs.values())), _MARK: version},
-            "weight_map": {name: file.name for file, shard in shards.items() for name in shard},
-        },
-        indent=2,
-    )
+    metadata = {"total_size": sum(map(_bytes, specs.values())), _MARK: version}
+    weight_map = {name: file.name for file, shard in shards.items() for name in shard}
     files = [*shards] if len(shards) == 1 else [*shards, index]
     stale = _superseded(path, files)
     fresh = {file: file.with_name(f".{file.name}.new") for file in files}
@@ -118,7 +113,8 @@ def write(path: Path, specs: Specs, value: Callable[[str], np.ndarray], limit: i
         for file, shard in shards.items():
             _write_one(fresh[file], shard, value)
         if index in fresh:
-            fresh[index].write_text(table, encoding="utf-8")
+            table = {"metadata": metadata, "weight_map": weight_map}
+            fresh[index].write_text(json.dumps(table, indent=2), encoding="utf-8")
     except BaseException:
         for new in fresh.values():
             new.unlink(missing_ok=True)
