@@ -182,11 +182,8 @@ def _first_difference(published: dict[int, str], facts: Sequence[Fact]) -> dict[
             groups[own[number] if number < len(own) else None].append(process)
         if len(groups) > 1:
             common, *others = sorted(groups.values(), key=lambda group: (-len(group), group[0]))
-            return {
-                "fact": number,
-                "differ": sorted(process for group in others for process in group),
-                "shown": [common[0], min(group[0] for group in others)],
-            }
+            differ = sorted(process for group in others for process in group)
+            return {"fact": number, "differ": differ, "shown": [common[0], differ[0]]}
     return None
 
 
