@@ -198,17 +198,8 @@ class Block(nnx.Module):
 
 
 def _conv(inputs: int, outputs: int, size: int, stride: int, *, rngs: nnx.Rngs) -> nnx.Conv:
-    pad = size // 2
-    return nnx.Conv(
-        inputs,
-        outputs,
-        (size, size),
-        strides=(stride, stride),
-        padding=((pad, pad), (pad, pad)),
-        use_bias=False,
-        kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
-        rngs=rngs,
-    )
+    kernel, start = (size, size), nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
+    return nnx.Conv(inputs, outputs, kernel, stride, padding=size // 2, use_bias=False, kernel_init=start, rngs=rngs)
 
 
 def _norm(config: ResNetConfig, channels: int, *, is_last: bool = False, rngs: nnx.Rngs) -> BatchNorm:
