@@ -25,7 +25,6 @@ import jax.extend.random as jexr
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
@@ -115,7 +114,8 @@ class Trial:
         its_key = key if settings.train and not self.evaluates else None
 
         def run(params: PyTree, model_state: PyTree, batch: Batch, amount: jax.Array) -> Any:
-            sets = moved_rows(rows_at(batch, numbers, replicated), amount)
+            sets = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[numbers], replicated), batch)
+            sets = moved_rows(sets, amount)
             operands = working_copy(collectives, params)
             return function(lambda rows: loss(operands, model_state, rows, its_key), sets)
 
@@ -274,11 +274,6 @@ def _map_numbered(function: Callable[[int, jax.Array], jax.Array], tree: PyTree)
     """Map a function of a leaf's number and the leaf itself."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(map(function, range(len(leaves)), leaves))
-
-
-def rows_at(batch: Batch, numbers: np.ndarray, sharding: NamedSharding) -> Batch:
-    """Return the rows of a batch with these numbers, [*numbers.shape, ...]."""
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[numbers], sharding), batch)
 
 
 def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
