@@ -10,6 +10,7 @@ import platform
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +149,10 @@ def _tokenised(found: Found, field: str, tokenizer: Tokenizer) -> Iterator[tuple
 
 def text_documents(found: Found, field: str) -> Iterator[tuple[str, bytes]]:
     """Yield each document that is not empty, after its name for errors. Raises ValueError if there is none."""
-    is_empty = True
-    for name, document in _every_document(found, field):
-        if document:
-            is_empty = False
-            yield name, document
-    if is_empty:
+    name = None
+    for name, document in filter(itemgetter(1), _every_document(found, field)):
+        yield name, document
+    if name is None:
         raise UserError(f"text must not be empty; given {found.name}: add text")
 
 
