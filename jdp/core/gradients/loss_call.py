@@ -73,10 +73,7 @@ class LossWithAux:
     by_row: tuple[bool, ...] | None = None  # for each array of aux, whether it has a row for each example; None: no aux
     structure: Any = None  # of aux, as a pytree
 
-    def __call__(self, model: Any, batch: Batch, rng: Any) -> Any:
-        return self.both(model, batch, rng)[0]
-
-    def both(self, model: Any, batch: Batch, rng: Any) -> tuple[Any, PyTree]:
+    def __call__(self, model: Any, batch: Batch, rng: Any) -> tuple[Any, PyTree]:
         value = self.fn(model, batch, rng)
         if not isinstance(value, tuple) or len(value) != 2:
             raise UserError(
@@ -155,8 +152,8 @@ class TracedLoss:
             model = weights
             if self.adapter is not None:
                 model = self.adapter.merge(weights, model_state, key, self.sync_axes, running_norms=self.running_norms)
-            both = self.fn.both if isinstance(self.fn, LossWithAux) else lambda *given: (self.fn(*given), ())
-            value, aux = both(model, batch, key)
+            value = self.fn(model, batch, key)
+            value, aux = value if isinstance(self.fn, LossWithAux) else (value, ())
             if self.adapter is not None:
                 model_state = self.adapter.changed(model)
         return value, aux, model_state, model
