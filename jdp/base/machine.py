@@ -137,7 +137,7 @@ def available_memory() -> int | None:
 def _group_memory() -> list[tuple[int, int]]:
     """Return memory limit and use of this process' control group and of each group above it (cgroups v1 and v2)."""
     folders: dict[Path, None] = {}
-    for number, controllers, path in (line.split(":", 2) for line in _text("/proc/self/cgroup").splitlines()):
+    for number, controllers, path in (line.split(":", 2) for line in text_of("/proc/self/cgroup").splitlines()):
         if number == "0" or "memory" in controllers.split(","):
             top = Path("/sys/fs/cgroup") / ("" if number == "0" else controllers)
             group = top / path.lstrip("/")
@@ -148,20 +148,21 @@ def _group_memory() -> list[tuple[int, int]]:
 
 
 def _meminfo(entry: str) -> int | None:
-    row = re.search(rf"^{entry}:\s*(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
+    row = re.search(rf"^{entry}:\s*(\d+) kB", text_of("/proc/meminfo"), re.MULTILINE)
     return int(row[1]) * 1024 if row else None
 
 
 def _number(file: Path) -> int | None:
     """Return the number in a control group's file; None without a file, or for "max", which means no limit."""
-    text = _text(file).strip()
+    text = text_of(file).strip()
     return int(text) if text.isdecimal() else None
 
 
-def _text(file: Path | str) -> str:
+def text_of(file: Path | str) -> str:
+    """Return a file's text; "" if it cannot be read."""
     try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        return Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return ""
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.base.formatting import format_seconds
+from jdp.base.machine import text_of
 from jdp.guard.deadline import Position, capital, whereabouts
 from jdp.guard.time_account import Account, account, cause, pace
 from jdp.guard.watch import ALIVE_SECONDS, DOING, born
@@ -234,10 +235,7 @@ def _going_on(last: Sequence[Seen], now: float) -> tuple[str, int | None, list[s
 
 
 def _log(folder: Path, rank: int) -> list[str]:
-    try:
-        lines = (folder / LOGS / f"rank-{rank:05}.log").read_text(errors="replace").splitlines()
-    except OSError:
-        return []
+    lines = text_of(folder / LOGS / f"rank-{rank:05}.log").splitlines()
     tail = [line for line in lines if line.strip()][-_MOST_LINES:]
     return ["\n    ".join([f"The last lines of {LOGS}/rank-{rank:05}.log:", *tail])] if tail else []
 

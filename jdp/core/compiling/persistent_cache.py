@@ -21,6 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jdp.base.disk_cache import default_folder, make_folder, others_may_write, without_home
 from jdp.base.errors import UserError, public
+from jdp.base.machine import text_of
 from jdp.base.notices import notice, warn
 from jdp.base.user_path import user_path
 from jdp.base.words import is_integer
@@ -148,9 +149,6 @@ def without_kept_programs() -> Generator[None]:
 
 def _processor() -> str:
     """Return the features of this processor that machine code may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-    except OSError:
-        lines = []
+    lines = text_of("/proc/cpuinfo").split("\n\n")[0].splitlines()
     features = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
     return "\n".join([platform.machine(), *features])
