@@ -71,10 +71,6 @@ class Models:
         count, own = len(self.adapters), [getattr(adapter, name, ()) for adapter in self.adapters]
         return frozenset(path_in_model(n, count, path) for n, paths in enumerate(own) for path in paths)
 
-    @property
-    def batch_statistics(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(shape for adapter in filter(None, self.adapters) for shape in adapter.batch_statistics)
-
 
 def gradient_state(adapter: Adapter, grads: Any) -> nnx.State[Any, Any]:
     """Return gradients as `nnx.grad` does: a state of the module's parameters, which `nnx.Optimizer.update` takes."""
