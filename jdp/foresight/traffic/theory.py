@@ -281,14 +281,14 @@ def zero_bytes(
     return ZeroRow(*(_share(size, parameters, devices, stage >= first) for size, first in sizes))
 
 
-def jdp_bytes(parameters: int, devices: int, name: str, *, working: int = 2, grads: int = 4) -> JdpRow:
+def jdp_bytes(parameters: int, devices: int, name: str) -> JdpRow:
     """Return the bytes of model state on each device under jdp, with Adam and more than one microbatch."""
     row = strategy(name)
     return JdpRow(
         _share(4, parameters, devices, row.shard_state),
         _share(8, parameters, devices, row.shard_state),
-        _share(grads, parameters, devices, row.reduce_each_microbatch),
-        0 if row.gather == "use" else _share(working, parameters, devices, False),
+        _share(4, parameters, devices, row.reduce_each_microbatch),
+        0 if row.gather == "use" else _share(2, parameters, devices, False),
     )
 
 
