@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from jdp.launch.events import BEGINNINGS
+
 if TYPE_CHECKING:
     from jdp.core.sharding.placement import Placement
     from jdp.foresight.foresee import Estimate
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, float]
 History = Sequence[Mapping[str, Any]]
 
-_BEGINS, _MOST = ("started", "resumed"), 60
+_MOST = 60
 _SPEEDS = ("tokens_per_second", "examples_per_second")
 
 
@@ -99,7 +101,7 @@ class Run:
         last = next((event for event in reversed(self.history) if "words" not in event), None)
         if last is None:
             return "not known"
-        return "running, or killed" if last["event"] in _BEGINS else _ended(last)
+        return "running, or killed" if last["event"] in BEGINNINGS else _ended(last)
 
     @property
     def why_no_step(self) -> str | None:
@@ -125,9 +127,9 @@ def _visits(history: History) -> Iterator[tuple[Mapping[str, Any], str, str]]:
     before = ""
     for event in history:
         what: str = event["event"]
-        if what in _BEGINS and before in _BEGINS:
+        if what in BEGINNINGS and before in BEGINNINGS:
             yield event, "the previous visit recorded no end: it was killed, or its machine was lost", "bad"
-        words = f"{what} on {_devices(event)}" if what in _BEGINS else _ended(event)
+        words = f"{what} on {_devices(event)}" if what in BEGINNINGS else _ended(event)
         if what == "failed":
             words += f": {event.get('error', '')}"
         yield event, words, "bad" if what == "failed" else ""
