@@ -1,7 +1,6 @@
 """This machine's devices, memory and addresses, and the platform that JAX will start; nothing here starts JAX."""
 
 import ctypes
-import importlib.metadata
 import os
 import re
 import socket
@@ -97,9 +96,11 @@ def cpu_only(environment: Mapping[str, str]) -> bool:
 
 def version_of(package: str) -> str:
     """Return the version of an installed package; "" if it is not installed."""
+    from importlib import metadata  # here, because `jdp --help` would wait for it
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return ""
 
 
