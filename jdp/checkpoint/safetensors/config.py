@@ -26,8 +26,8 @@ from jdp.checkpoint.safetensors.files import read_json
 from jdp.models import GPTConfig
 
 NAME = "config.json"
-_INERT = frozenset(("dropout", "scan", "remat", "attention", "lora_rank", "lora_alpha", "lora_targets"))
-"""Fields that do not change the computation (LoRA's begin at zero)."""
+_INERT = frozenset(("dropout", "scan", "remat", "attention", "position_std", "lora_rank", "lora_alpha", "lora_targets"))
+"""Fields that do not change what trained weights compute (LoRA's begin at zero)."""
 
 
 @public()
