@@ -160,7 +160,7 @@ def bucket_address(given: str) -> str:
     """Return the address of a folder in object storage, such as s3://bucket/run. Raises PathError."""
     address = address_of(given) or ""
     scheme, _, place = address.partition("://")
-    if not place or scheme in ("file", "local", "memory"):  # on this machine
+    if not place or scheme in ("file", "local", "memory", "http", "https"):  # on this machine, or not writable
         raise PathError(
             f"a mirror must be the address of a folder in storage, given {brief(given)}: write s3://bucket/run or "
             "gs://bucket/run; a folder of this machine is given as --run-dir"

@@ -183,6 +183,7 @@ def test_newer_copies_from_elsewhere_stay(bucket, tmp_path, outage):
 
 BAD = {
     "file:///tmp/x": "a mirror must be the address of a folder in storage, given .*write s3://bucket/run",
+    "http://x/run": "a mirror must be the address of a folder in storage",
     "az://c/x": r"a mirror must be readable; az://c/x is not: .*adlfs",
     "s3://no-such-bucket-here/run": "a mirror must be readable; s3://no-such-bucket-here/run is not: .*bucket",
 }
