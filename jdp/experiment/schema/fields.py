@@ -45,7 +45,7 @@ def package_name(name: str) -> str:
 def _path(path: str) -> str:
     """Return a possible path (a word such as "stdlib" too). Raises PathError."""
     user_path(path)
-    return path
+    return _require(path, path != "", "must have a character at least: write a path")
 
 
 def _require(value: Any, is_valid: bool, rule: str) -> Any:

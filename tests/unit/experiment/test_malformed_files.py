@@ -94,6 +94,7 @@ OVERRIDES = {
     "nested": ("train.log_every", "[" * 500 + "]" * 500),
     "number beyond 64 bits": ("train.steps", "9" * 100),
     "bytes that are no text": ("data.source", "\udcff.txt"),
+    "tokenizer without a path": ("data.tokenizer", ""),
 }
 
 
