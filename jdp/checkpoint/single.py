@@ -85,7 +85,7 @@ def restore(path: str | Path, target: _T) -> _T:
             damaged.
         ValueError: a leaf of `target` has no sharding.
     """
-    return _read(path, lambda source: content.read_state(source, target))
+    return read_at(path, lambda source: content.read_state(source, target))
 
 
 @public()
@@ -121,7 +121,7 @@ def restore_params(
         CheckpointError: as `restore` does; or a pattern of `ignore` matches nothing.
         ValueError: a leaf of `target` has no sharding.
     """
-    return _read(path, lambda source: content.read_params(source, target, missing=missing, ignore=ignore))
+    return read_at(path, lambda source: content.read_params(source, target, missing=missing, ignore=ignore))
 
 
 def _clear(staging: Path, old: Path) -> None:
@@ -156,7 +156,7 @@ def _old_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
-def _read(path: str | Path, read: Callable[[Source], _T]) -> _T:
+def read_at(path: str | Path, read: Callable[[Source], _T]) -> _T:
     """Read the checkpoint at a path; in a directory, the newest complete one."""
     path = user_path(path).absolute()
     if is_checkpoint(path):

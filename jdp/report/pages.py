@@ -147,13 +147,15 @@ def run_page(runs: Sequence[Run]) -> str:
     compiled = [(tail(run.name, _LONGEST_NAME), run, run.step) for run in runs if run.step is not None]
     estimates = [(name, step.estimate) for name, _, step in compiled]
     missing = [f"{run.name}: {run.why_no_step}" for run in runs if run.why_no_step is not None]
+    keys = sorted({key for run in runs for key in run.settings if key != "name"})
+    settings = [[key, *(run.settings.get(key, "–") for run in runs)] for key in keys]
     return page(
         "run.html",
         title=f"Run{'s' * several} {listed((run.name for run in runs), 4)}",
         runs=runs,
         several=several,
         legend=legend([run.name for run in runs]) if several else [],
-        differences=_differences(runs),
+        differences=[row for row in settings if len({*row[1:]}) > 1],
         learning=learning(runs),
         numbers=[(run.name, len({row["step"] for row in run.rows}), *_numbers(run.rows)) for run in runs],
         sets=sets,
@@ -164,12 +166,6 @@ def run_page(runs: Sequence[Run]) -> str:
         memory=memory_section(estimates),
         timed=times_section(estimates),
     )
-
-
-def _differences(runs: Sequence[Run]) -> list[list[str]]:
-    keys = sorted({key for run in runs for key in run.settings if key != "name"})
-    rows = [[key, *(run.settings.get(key, "–") for run in runs)] for key in keys]
-    return [row for row in rows if len({*row[1:]}) > 1]
 
 
 def _numbers(rows: Sequence[Metrics]) -> tuple[list[str], list[list[str]]]:

@@ -34,7 +34,7 @@ from jdp.run.outputs import Display
 from jdp.run.progress import Progress, Record, checked_record
 from jdp.run.signals import StopRequest
 from jdp.run.visit import Visit
-from jdp.run.weights import InitialWeights, check_export
+from jdp.run.weights import check_export, check_initial, load_initial
 
 
 def run(
@@ -51,26 +51,19 @@ def run(
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
         _ = assembly.inputs.eval_sets, assembly.inputs.prompts  # report their errors before anything is written
-        weights = InitialWeights.of(experiment.train)
-        folder = root / experiment.name
-        if weights is not None and not any((folder / CHECKPOINTS).glob(f"*/{COMMITTED}")):  # later they may be moved
-            weights.check(assembly.training.config)
+        folder, init_from = root / experiment.name, experiment.train.init_from
+        if init_from is not None and not any((folder / CHECKPOINTS).glob(f"*/{COMMITTED}")):  # later they may be moved
+            check_initial(init_from, assembly.training.config)
         with disk_trouble(folder, lambda: stop.began), claimed(folder, assembly.toml) as claim:
             if experiment.train.export is not None:
                 check_export(folder, assembly.training.config)
             for line in settings:
                 notice(line)
-            return _visit(assembly, weights, stop, claim, quiet=quiet, profile=profile)
+            return _visit(assembly, stop, claim, quiet=quiet, profile=profile)
 
 
 def _visit(
-    assembly: Assembly,
-    weights: InitialWeights | None,
-    stop: StopRequest,
-    claim: Claim,
-    *,
-    quiet: bool,
-    profile: range | None,
+    assembly: Assembly, stop: StopRequest, claim: Claim, *, quiet: bool, profile: range | None
 ) -> dict[str, Any]:
     """Train in a claimed folder until the end or a stop, and return the summary. Raises as `run` does."""
     experiment, progress, folder = assembly.experiment, Progress(), claim.folder
@@ -88,7 +81,7 @@ def _visit(
             folder / CHECKPOINTS, mirror=train.mirror, best=best.metric if train.keep_best else None, **kept
         ) as saved:
             with watch.during("restore"):
-                start = resumed(assembly, saved) or fresh(assembly, weights)
+                start = resumed(assembly, saved) or fresh(assembly)
             progress = start.progress
             visit = Visit(
                 assembly=assembly,
@@ -116,12 +109,12 @@ class Start:
     weights_read: str | None = None  # a line about the initial weights
 
 
-def fresh(assembly: Assembly, weights: InitialWeights | None) -> Start:
+def fresh(assembly: Assembly) -> Start:
     """Make a run's initial state, with any initial weights."""
-    training, weights_read = assembly.training, None
+    training, init_from, weights_read = assembly.training, assembly.experiment.train.init_from, None
     state = training.state()
-    if weights is not None:
-        state, weights_read = weights.load(state, training.config, training.plan)
+    if init_from is not None:
+        state, weights_read = load_initial(init_from, state, training.config, training.plan)
     record = Record(fingerprint=assembly.inputs.data.fingerprint, experiment=assembly.toml)
     return Start(state, Progress.of(assembly.experiment.train, record), weights_read)
 

@@ -11,23 +11,24 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jdp.base.toml import parse
 from jdp.base.tree_paths import path_of
 from jdp.base.user_path import PathError, user_path
 from jdp.checkpoint import CheckpointError, Checkpoints, restore_params
 from jdp.checkpoint.errors import on_first_process
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.config import NAME as CONFIG
-from jdp.checkpoint.safetensors.config import check_written, differences, read
+from jdp.checkpoint.safetensors.config import check_written, compared, differences, read
 from jdp.checkpoint.safetensors.files import read_json, write_json
 from jdp.checkpoint.safetensors.names import Names, gpt2_names, llama_names
 from jdp.checkpoint.safetensors.transfer import GENERATION, export_hf, import_safetensors, merge_lora
-from jdp.checkpoint.single import replace_folder
+from jdp.checkpoint.single import read_at, replace_folder
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.plan import Plan
 from jdp.core.state import TrainState, trained_part
@@ -37,9 +38,8 @@ from jdp.data.text.tokenizers import FILE as TOKENIZER
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.model import HF
-from jdp.experiment.schema.tables import Train
-from jdp.models.configs import GPTConfig
+from jdp.experiment.schema.model import HF, MadeModel, model_table
+from jdp.models.configs import GPTConfig, ModelConfig
 from jdp.run.folder import EXPORT
 from jdp.run.progress import Progress
 
@@ -53,53 +53,46 @@ MARK = "jdp.json"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: None}
 
 
-@dataclass(frozen=True)
-class InitialWeights:
-    """The weights that a run starts from."""
+def check_initial(init_from: str, config: Any) -> None:
+    """Check that the weights exist, and that `config.json` or the record beside them describes this model."""
+    keys, by, whole = list[str](), f"the record of {init_from}", ""
+    try:
+        place = user_path(init_from)
+        path = _safetensors(place)
+        if path is None:
+            stored = _recorded(read_at(place, lambda source: source.table()["record"]))
+            keys = compared(stored, config) if stored is not None and type(stored) is type(config) else []
+        elif _is_hugging_face(path, config):
+            keys, folder = differences(path, config), path if path.is_dir() else path.parent
+            by, whole = str(folder / CONFIG), f'; or use its whole config, model.name = "hf:{folder}"'
+    except (CheckpointError, PathError) as error:
+        raise ExperimentError(f"train.init_from: {error}") from error
+    if keys:
+        named = ", ".join(f"model.{key}" for key in keys)
+        raise ExperimentError(f"train.init_from has the weights of another model, by {by}: set {named}{whole}")
 
-    name: str  # of train.init_from
-    place: Path  # a run, a checkpoint, a safetensors file or a folder of them
 
-    @staticmethod
-    def of(train: Train) -> InitialWeights | None:
-        """Return the weights of train.init_from, if it is set."""
-        return None if train.init_from is None else InitialWeights(train.init_from, user_path(train.init_from))
-
-    def check(self, config: Any) -> None:
-        """Check that the weights exist, and that the `config.json` beside each describes this model."""
-        try:
-            path = _safetensors(self.place)
-            keys = differences(path, config) if path is not None and _is_hugging_face(path, config) else []
-        except (CheckpointError, PathError) as error:
-            raise ExperimentError(f"train.init_from: {error}") from error
-        if path is not None and keys:
-            folder = path if path.is_dir() else path.parent
-            raise ExperimentError(
-                f"train.init_from has the weights of another model, by {folder / CONFIG}: set "
-                f'{", ".join(f"model.{key}" for key in keys)}; or use its whole config, model.name = "hf:{folder}"'
-            )
-
-    def load(self, state: TrainState, config: Any, plan: Plan) -> tuple[TrainState, str]:
-        """Return the state with these parameters and a new optimizer state, and a line that names them."""
-        path = _safetensors(self.place)
-        try:
-            if path is None:
-                read = restore_params(self.name, state, missing=LORA)
-            else:
-                names = names_of(path, config) if _is_hugging_face(path, config) else None
-                read = import_safetensors(path, state, names=names, missing=LORA)
-        except ValueError as error:  # of another architecture too
-            raise ExperimentError(f"train.init_from: {error}") from error
-        before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
-        fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
-        message = f"parameters from {self.name}"
-        if fresh:
-            shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
-            message += f", except {len(fresh)} that it lacks and that start fresh: {shown}"
-        tx, trained, shardings = state.static.tx, state.static.trained, plan.shardings(state).opt_state
-        begin = jax.jit(lambda params: first_state(tx, trained_part(params, trained)), out_shardings=shardings)
-        opt_state = begin(read.params)
-        return replace(state, params=read.params, model_state=read.model_state, opt_state=opt_state), message
+def load_initial(init_from: str, state: TrainState, config: Any, plan: Plan) -> tuple[TrainState, str]:
+    """Return the state with these parameters and a new optimizer state, and a line that names them."""
+    path = _safetensors(user_path(init_from))
+    try:
+        if path is None:
+            read = restore_params(init_from, state, missing=LORA)
+        else:
+            names = names_of(path, config) if _is_hugging_face(path, config) else None
+            read = import_safetensors(path, state, names=names, missing=LORA)
+    except ValueError as error:  # of another architecture too
+        raise ExperimentError(f"train.init_from: {error}") from error
+    before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
+    fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
+    message = f"parameters from {init_from}"
+    if fresh:
+        shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
+        message += f", except {len(fresh)} that it lacks and that start fresh: {shown}"
+    tx, trained, shardings = state.static.tx, state.static.trained, plan.shardings(state).opt_state
+    begin = jax.jit(lambda params: first_state(tx, trained_part(params, trained)), out_shardings=shardings)
+    opt_state = begin(read.params)
+    return replace(state, params=read.params, model_state=read.model_state, opt_state=opt_state), message
 
 
 def original_folder(experiment: Experiment) -> Path | None:
@@ -110,6 +103,13 @@ def original_folder(experiment: Experiment) -> Path | None:
         if path.exists() and read(folder) is not None:
             return folder
     return None
+
+
+def _recorded(record: Mapping[str, Any]) -> ModelConfig | None:
+    """Return the model's configuration by the record of a run's checkpoint; None for a user's model or loop."""
+    table = parse(record["experiment"])["model"] if "fingerprint" in record else None
+    schema = model_table(table)
+    return schema.model_validate(table).config if schema is not None and schema is not MadeModel else None
 
 
 def _safetensors(place: Path) -> Path | None:

@@ -23,11 +23,13 @@ from jdp.base.tree_paths import matches
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.safetensors.files import read_json
-from jdp.models import GPTConfig
+from jdp.models import GPTConfig, ModelConfig
 
 NAME = "config.json"
-_INERT = frozenset(("dropout", "scan", "remat", "attention", "position_std", "lora_rank", "lora_alpha", "lora_targets"))
-"""Fields that do not change what trained weights compute (LoRA's begin at zero)."""
+_UPDATES = frozenset(("lora_rank", "lora_alpha"))
+_START = frozenset(("position_std", "zero_init", "norm_momentum"))
+_INERT = _UPDATES | _START | {"lora_targets", "dropout", "scan", "remat", "attention", "image_size"}
+"""Fields that do not change the computation with trained weights (LoRA's begin at zero)."""
 
 
 @public()
@@ -76,18 +78,27 @@ def read(path: Path) -> GPTConfig | None:
 
 
 def differences(path: Path, config: GPTConfig, *, may_grow: bool = True) -> list[str]:
-    """Return the differences of the configuration beside the weights at `path`: "norm_eps = 1e-06 (given 1e-05)", ...
+    """Return the differences of the configuration beside the weights at `path`; empty if there is no such file.
 
-    Empty if there is no such file. Another context does not count with rotary positions, nor do more tokens if the
-    vocabulary `may_grow`.
+    More tokens do not count if the vocabulary `may_grow`.
     """
     stored = read(path)
-    if stored is None:
-        return []
-    theirs, given = _resolved(stored), _resolved(config)
-    skipped = _INERT | ({"context"} if given.positions == "rotary" else set())
-    skipped |= {"vocab_size"} if may_grow and theirs.vocab_size < given.vocab_size else set()
-    differing = _differing(theirs, given, skipped)
+    if stored is not None and may_grow and stored.vocab_size < config.vocab_size:
+        stored = replace(stored, vocab_size=config.vocab_size)
+    return [] if stored is None else compared(stored, config)
+
+
+def compared(stored: ModelConfig, config: ModelConfig) -> list[str]:
+    """Return the differences of weights' configuration from a model's: "norm_eps = 1e-06 (given 1e-05)", ...
+
+    Another context does not count with rotary positions.
+    """
+    skipped = _INERT
+    if isinstance(stored, GPTConfig) and isinstance(config, GPTConfig):
+        stored, config = _resolved(stored), _resolved(config)
+        skipped = skipped | {"context"} if config.positions == "rotary" else skipped
+        skipped = skipped - _UPDATES if stored.lora_rank is not None else skipped
+    differing = _differing(stored, config, skipped)
     return [f"{name} = {_toml(wanted)} (given {_toml(value)})" for name, (wanted, value) in differing.items()]
 
 
@@ -132,9 +143,9 @@ def check_written(config: GPTConfig) -> None:
     written(replace(config, lora_rank=None, lora_targets=None), "float32")
 
 
-def _differing(stored: GPTConfig, given: GPTConfig, skipped: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Return both values of each field that differs between two resolved configurations."""
-    pairs = {one.name: (getattr(stored, one.name), getattr(given, one.name)) for one in fields(GPTConfig)}
+def _differing(stored: ModelConfig, given: ModelConfig, skipped: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each field that differs between two resolved configurations of a class."""
+    pairs = {one.name: (getattr(stored, one.name), getattr(given, one.name)) for one in fields(stored)}
     return {name: pair for name, pair in pairs.items() if name not in skipped and pair[0] != pair[1]}
 
 

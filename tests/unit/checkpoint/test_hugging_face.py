@@ -17,11 +17,12 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file, save_file
 
 import jdp
+from jdp.checkpoint.safetensors.config import compared
 from jdp.cli.main import main
 from jdp.experiment.file import from_table, load, to_toml
 from jdp.export import export_hf, gpt_config_from_hf, hf_names, import_safetensors
 from jdp.models import GPT
-from jdp.run.weights import InitialWeights
+from jdp.run.weights import check_initial
 
 STORED = json.loads(hf_reference.FILE.read_text(encoding="utf-8"))
 LLAMA, LLAMA31, GPT2, QWEN3 = (STORED[case]["config"] for case in ("llama", "llama 3.1", "gpt2", "qwen3"))
@@ -214,7 +215,7 @@ def test_tokens_that_a_file_lacks_are_padded(tmp_path, case, capsys, fresh_notic
     assert "has 40 tokens in" in said and ", 48 in the model: 8 rows are added" in said
     assert ("lm_head.weight" in said) == (case == "llama")
     experiment = from_table(table_for(tmp_path, vocab_size=48))
-    InitialWeights.of(experiment.train).check(experiment.model.config)
+    check_initial(experiment.train.init_from, experiment.model.config)
 
 
 def test_a_tied_head_that_differs_is_refused(tmp_path):
@@ -260,4 +261,6 @@ def test_a_run_says_the_keys_to_set(tmp_path, capsys):
     assert "set model.rope_theta = 500.0 (given 10000.0), model.norm_eps = 1e-05 (given 1e-06)" in error
     assert f'model.name = "hf:{folder}"' in error and not (tmp_path / "runs").exists()
     experiment = from_table(table_for(folder, position_std=0.02))  # only where untrained positions start
-    InitialWeights.of(experiment.train).check(experiment.model.config)
+    check_initial(experiment.train.init_from, experiment.model.config)
+    updated = replace(experiment.model.config, lora_rank=2)
+    assert compared(updated, replace(updated, lora_alpha=4.0)) == ["lora_alpha = 16.0 (given 4.0)"]

@@ -128,9 +128,9 @@ def test_weights_start_from_another_run(file, capsys):
     assert code == 0 and f"parameters from {first}" in shown.err
     # The average of the parameters begins at them too; 0.9 p + 0.1 p is p but for a rounding.
     assert json.loads(shown.out)["final_eval_loss"] == pytest.approx(before["final_eval_loss"], rel=1e-6)
-    small = ("--model.hidden", "[4]", "--train.init_from", first, "--name", "third")
-    said = refusal(capsys, file, *small)
-    assert "error: train.init_from: A" in said and "layers/0/bias" in said and not first.with_name("third").exists()
+    other = ("--model.hidden", "[4]", "--model.activation", "gelu", "--train.init_from", first, "--name", "third")
+    wanted = f'by the record of {first}: set model.hidden = [8] (given [4]), model.activation = "relu" (given "gelu")'
+    assert wanted in refusal(capsys, file, *other) and not first.with_name("third").exists()
 
 
 def test_a_resumed_run_may_have_another_batch_size(file):
