@@ -41,7 +41,7 @@ from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.model import HF, MadeModel, model_table
 from jdp.models.configs import GPTConfig, ModelConfig
 from jdp.run.folder import EXPORT
-from jdp.run.progress import Progress
+from jdp.run.progress import Progress, Record
 
 LORA = ("*lora_*",)
 """Parameters that only a model with LoRA has."""
@@ -107,7 +107,7 @@ def original_folder(experiment: Experiment) -> Path | None:
 
 def _recorded(record: Mapping[str, Any]) -> ModelConfig | None:
     """Return the model's configuration by the record of a run's checkpoint; None for a user's model or loop."""
-    table = parse(record["experiment"])["model"] if "fingerprint" in record else None
+    table = parse(record["experiment"])["model"] if record.keys() >= Record.__annotations__.keys() else None
     schema = model_table(table)
     return schema.model_validate(table).config if schema is not None and schema is not MadeModel else None
 

@@ -93,9 +93,9 @@ def compared(stored: ModelConfig, config: ModelConfig) -> list[str]:
 
     Another context does not count with rotary positions.
     """
-    skipped = _INERT
+    skipped = _INERT | {"mlp_width"}  # which the weights' shapes tell: a ViT's is None by default
     if isinstance(stored, GPTConfig) and isinstance(config, GPTConfig):
-        stored, config = _resolved(stored), _resolved(config)
+        stored, config, skipped = _resolved(stored), _resolved(config), _INERT
         skipped = skipped | {"context"} if config.positions == "rotary" else skipped
         skipped = skipped - _UPDATES if stored.lora_rank is not None else skipped
     differing = _differing(stored, config, skipped)
